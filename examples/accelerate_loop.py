@@ -2,8 +2,8 @@
 
     python examples/accelerate_loop.py
 
-accelerate changes models and optimizers into its own; the recorder watches those, and the
-prediction is made of them too. Each batch is a step; every fourth of them makes an update.
+The recorder watches the model and the optimizer that accelerate returns, and the prediction is of
+them too. Each batch is a step; every fourth step makes an update.
 """
 
 from __future__ import annotations

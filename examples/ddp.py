@@ -6,8 +6,8 @@ Each rank records its own memory.
     torchrun --nproc-per-node 2 examples/ddp.py
 
 Rank zero prints for all: its own report, then the range over the ranks and the rank that is nearest
-to its capacity. Nobody waits for that: a rank that fails is missing there, and what it has to say
-of its memory is in a file of its own.
+to its capacity. It does not wait for the others. A rank that fails is missing in the range, and
+writes its report into a file of its own.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/fabric_loop.py
 
 Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The
-step that is predicted is that of the model itself, in Fabric's precision: the output of a wrapper
-wants `fabric.backward`.
+prediction is of the model itself, in Fabric's precision, because the output of a wrapper needs
+`fabric.backward`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The largest batch that fits, found before training.
 
-It is predicted and run; everything but the batch size is left as it was.
+The size is predicted, then run. Everything but the batch size stays as it was.
 
     python examples/fit_batch_size.py
 

@@ -5,9 +5,9 @@ Parameters, gradients and optimizer state are sharded.
     python examples/fsdp2.py     # a process for each GPU, or two on the CPU
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Each rank holds its part; the layers come together one at a time while they run. The rows of
-parameters, gradients and optimizer state in the report are those of one rank: divided by the number
-of ranks.
+Each rank holds its part, and gathers one layer at a time while the layer runs. The report's rows of
+parameters, gradients and optimizer state are those of one rank: the whole, divided by the number of
+ranks.
 """
 
 from __future__ import annotations

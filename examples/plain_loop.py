@@ -4,9 +4,9 @@ MemoryRecorder and MemoryLog take the place of MemoryCallback.
 
     python examples/plain_loop.py
 
-The training loop is as it would be without memcallback: the recorder watches it. The log predicts
-what a step will hold before one has run, by tracing it without data, prints both side by side, and
-writes them to TensorBoard.
+The training loop stays as it would be without memcallback: the recorder watches it. The log
+predicts a step before the first one runs, by tracing it without data. It prints prediction and
+measurement side by side, and writes both to TensorBoard.
 """
 
 from __future__ import annotations

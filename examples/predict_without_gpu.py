@@ -1,6 +1,6 @@
 """Predict the memory of training a small GPT on two cards, without a GPU.
 
-On which it fits, and how large the batch may be.
+It says on which it fits, and how large the batch may be.
 
     python examples/predict_without_gpu.py
 

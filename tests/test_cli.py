@@ -230,8 +230,8 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "some_models",
             "1",
-            "'some_models' names nothing to load. Write an importable module or its file, a colon "
-            "and a name in it",
+            "'some_models' names nothing to load. Write a module or its file, a colon and a name "
+            "in it",
         ),
         (
             "some_models:seven",
@@ -674,15 +674,18 @@ def test_an_error_of_predict_is_one_line_too(arguments, message, tracing, capfd)
     assert message in err
 
 
-def test_what_stops_the_tracer_is_said_in_one_line(tracing, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyError("a\nb"), "KeyError: 'a\\nb'."), (AssertionError(), "AssertionError.")],
+)
+def test_what_stops_the_tracer_is_said_in_one_line(error, said, tracing, monkeypatch, capfd):
     def fail(step, *, device, batch_size=None, sequence_length=None, progress=None):
         raise error
 
     monkeypatch.setattr(tracing, "predict", fail)
-    error = KeyError("a\nb")
     assert main(["predict", "some_steps:make_step", "--device", "T4"]) == 2
     assert capfd.readouterr().err.endswith(
-        "error: some_steps:make_step cannot be predicted: KeyError: 'a\\nb'.\n"
+        f"error: some_steps:make_step cannot be predicted: {said}\n"
     )
 
 
@@ -742,7 +745,10 @@ def test_code_that_exits_is_an_error_like_another(command, capfd):
 def test_predict_for_a_cpu_has_no_reserved_memory(tracing, capsys):
     assert main(["predict", "some_steps:make_step", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Whether it fits is unknown: the capacity of the CPU was not given.\n\n")
+    assert out.startswith(
+        "Peak 26.0 MiB allocated in backward.\n"
+        "Whether it fits is unknown: the capacity of the CPU was not given.\n\n"
+    )
     assert "Memory of one training step (batch size 5) on CPU\n" in out
     assert "reserved peak" not in out
     assert main(["predict", "some_steps:make_step", "--device", "cpu", "--json"]) == 0
@@ -807,11 +813,13 @@ def test_the_largest_batch_size_is_suggested(capsys):
     assert main(arguments) == 0
     written = " ".join(capsys.readouterr().out.split())
     assert written.startswith(
-        "Largest batch size: 1,000 (max_batch_size) with 5 % of 24.00 GiB kept free, with the "
+        "Largest batch size: 1,000 (max_batch_size) with 5 % of 24.00 GiB kept free. The "
         "architecture of NVIDIA"
     )
     assert "That is 200x the current 5." in written
-    assert "For 4000 samples between two updates: batch size 1000, accumulate 4." in written
+    assert (
+        "For 4,000 samples between two updates: batch size 1,000, accumulate 4 batches." in written
+    )
     assert "suggested" in written
     assert main([*arguments, "--json", "--world-size", "2"]) == 0
     data = json.loads(capsys.readouterr().out)

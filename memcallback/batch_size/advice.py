@@ -59,14 +59,15 @@ class BatchSizeAdvice(Printable):
             to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
         limit: The most samples that fit at all, with nothing kept free, below the first size known
-            to fail; None if unlimited, or without a traced step.
+            to fail; None if unlimited, without a traced step, or if each size takes a trace.
         limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
-            without a retry of the allocator; None if unlimited.
+            without a retry of the allocator; None if unlimited, or if each size takes a trace.
         limit_fits_again: A size above `limit` that fits although the next one does not; None if
             none is known.
         limit_without_retry_peak_bytes: The peak there; None if there is no such limit, or it is 0.
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
-            the current and the suggested size.
+            the current and the suggested size; if each size takes a trace, at those that were
+            tried.
         counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook estimate
             `allocated`.
         current_batch_size: The batch size that it starts from.
@@ -215,8 +216,10 @@ class BatchSizeAdvice(Printable):
         times = f"{_times(self.multiple)}x the current {self.current_batch_size:,}"
         sentences = [
             f"Largest batch size: {largest:,}{self._bound()} with {100 * self.headroom:g} % of "
-            f"{format_bytes(self.capacity_bytes)} kept free{self._architecture()}."
+            f"{format_bytes(self.capacity_bytes)} kept free."
         ]
+        if self.architecture_of is not None:
+            sentences.append(f"The architecture of {self.architecture_of} was assumed.")
         if largest < self.largest:
             sentences.append(f"{self.largest:,} would fit.")
         if self.batch_size == largest:
@@ -227,11 +230,6 @@ class BatchSizeAdvice(Printable):
             multiple = f", a multiple of {multiple_of}" if is_multiple else ""
             sentences.append(f"Suggested: {self.batch_size:,}{multiple}, {times}.")
         return " ".join([*sentences, f"{self.basis}."])
-
-    def _architecture(self) -> str:
-        if self.architecture_of is None:
-            return ""
-        return f", with the architecture of {self.architecture_of}"
 
     def _limits(self, without_retry: int) -> str:
         """What fits with nothing kept free; equal numbers once."""

@@ -29,12 +29,12 @@ class BatchSizeBounds:
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
-        whole_number("world_size", self.world_size, "1 is for one device.")
-        whole_number("num_microbatches", self.num_microbatches, "1 is for no pipeline.")
+        whole_number("multiple_of", self.multiple_of, "Give 1 for any batch size.")
+        whole_number("world_size", self.world_size, "Give 1 for one device.")
+        whole_number("num_microbatches", self.num_microbatches, "Give 1 if there is no pipeline.")
         for name in ("max_batch_size", "dataset_size"):
             if (value := getattr(self, name)) is not None:
-                whole_number(name, value, "Leave it out if there is no such bound.")
+                whole_number(name, value, "Leave it out if there is no such limit.")
         if self.dataset_size is not None and self.dataset_size < self.num_batches:
             microbatches = (
                 f" with {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""

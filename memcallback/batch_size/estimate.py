@@ -15,6 +15,7 @@ from memcallback.batch_size.peaks import (
     measured_line,
     predicted_line,
 )
+from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Stage
 from memcallback.core.units import format_bytes
@@ -94,8 +95,10 @@ class Estimate:
         current = self.peaks.batch_size
         limits = self.limits()
         batch_size = self.best_batch_size()
+        traced = self.peaks.traced_sizes if isinstance(self.peaks, TracedPeak) else None
         end = 2 * max(batch_size, current)
-        sizes = {1 << power for power in range(end.bit_length())} | {current, max(1, batch_size)}
+        sizes = {1 << power for power in range(end.bit_length())} if traced is None else {*traced}
+        sizes |= {current, max(1, batch_size)}
         without_retry = limits.without_retry
         return BatchSizeAdvice(
             batch_size=batch_size,
@@ -118,7 +121,8 @@ class Estimate:
             caveats=self.caveats,
             by_sequence_length=by_sequence_length or {},
             by_rank=by_rank,
-            fits_at=self.fits,
+            # Who asks later has the advice alone, and nothing to trace.
+            fits_at=self.fits if traced is None else None,
         )
 
 
@@ -214,8 +218,7 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much a smaller batch saves, which only a prediction knows: try it before relying "
-            "on it"
+            "how much memory a smaller batch saves: only a prediction knows that, so try it first"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -258,16 +261,24 @@ def estimate_from_trace(
     headroom: float = DEFAULT_HEADROOM,
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
     bucket_bytes: int = 0,
+    retraced: RetracedSizes | None = None,
 ) -> Estimate | None:
-    """As `estimate`, from the replayed peaks alone; None if no batch size is the largest."""
-    if not predicted.trace.is_any_batch_size_known:
-        return None
+    """As `estimate`, from the replayed peaks alone; None if no batch size is the largest.
+
+    Where the trace knows its own batch size alone, from traces at others, if there are any.
+    """
     # The capacity may be another one than the device's.
     device = replace(predicted.device, capacity_bytes=capacity_bytes)
     replays = BatchReplays(predicted.trace, device, predicted.settings)
+    if not predicted.trace.is_any_batch_size_known:
+        if retraced is None:
+            return None
+        replays = retraced.on(device)
     peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
     basis = "Simulated from a trace"
+    if retraced is not None:
+        basis += " at each batch size that was tried"
     if bucket_bytes:
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
@@ -285,7 +296,7 @@ def estimate_from_trace(
             is_shift_per_sample=is_beyond,
         )
         basis += (
-            f"; raised by {format_bytes(shift_bytes)}, which the measured step needs more"
+            f"; raised by {format_bytes(shift_bytes)}, because the measured step needs more"
             if is_beyond
             else "; the measured step agrees"
         )
@@ -304,8 +315,8 @@ def estimate_from_trace(
         leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
         leaves_out.append(
-            "other processes on the device, whose context is assumed to take "
-            f"{format_bytes(outside)}"
+            "other processes on the device (its context is assumed to take "
+            f"{format_bytes(outside)})"
         )
     is_host = predicted.peak_reserved_bytes is None
     if measured is None and is_host:

@@ -194,7 +194,7 @@ class FittedBatchSize(Printable):
     def corrections(self) -> tuple[str, ...]:
         """Where a trial has changed what was to be tried, one sentence each."""
         return tuple(
-            f"{_ran(before, self._miss(before))} {after.batch_size} was tried next."
+            f"{_ran(before, self._miss(before))} {after.batch_size:,} was tried next."
             for before, after in zip(self.trials, self.trials[1:], strict=False)
         )
 
@@ -221,16 +221,16 @@ class FittedBatchSize(Printable):
         capacity = format_bytes(self.capacity_bytes)
         capacity += f" less {', and '.join(less)}" if less else ""
         return (
-            f"Batch size {self.batch_size} (it was {self.previous_batch_size}) is the largest "
-            f"found to fit {self.device_name}: run for {ran} within {format_bytes(budget_bytes)} "
-            f"({capacity})."
+            f"Batch size {self.batch_size:,} (it was {self.previous_batch_size:,}) is the largest "
+            f"found to fit {self.device_name}. It ran for {ran} within "
+            f"{format_bytes(budget_bytes)} ({capacity})."
         )
 
     def document(self) -> Document:
         """The trials, and what they showed."""
         rows = tuple(
             (
-                str(trial.batch_size),
+                f"{trial.batch_size:,}",
                 # What trials have shown corrects the predictions after them.
                 size_text(trial.predicted_bytes) + (" corrected" if number else ""),
                 size_text(trial.peak_bytes),
@@ -285,7 +285,7 @@ def nothing_fits(
     if not trial.is_out_of_memory and trial.peak_bytes is not None:
         needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
     return (
-        f"No batch size fits {device_name}: {trial.batch_size} is the smallest that was tried. "
+        f"No batch size fits {device_name}: {trial.batch_size:,} is the smallest that was tried. "
         f"{needs} of {format_bytes(capacity_bytes)}. {_way_out(prediction)}"
     )
 
@@ -318,8 +318,8 @@ def _way_out(prediction: StepPrediction | None) -> str:
 
 def _ran(trial: Trial, miss: str) -> str:
     if trial.is_out_of_memory:
-        return f"Batch size {trial.batch_size} ran out of memory, and the error was caught:"
+        return f"Batch size {trial.batch_size:,} ran out of memory, and the error was caught:"
     peak = "" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}{miss}"
     if trial.fits:
-        return f"Batch size {trial.batch_size}{peak} and left room:"
-    return f"Batch size {trial.batch_size}{peak}, {trial.outcome}:"
+        return f"Batch size {trial.batch_size:,}{peak} and left room:"
+    return f"Batch size {trial.batch_size:,}{peak}, {trial.outcome}:"

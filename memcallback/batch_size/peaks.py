@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
+from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.prediction.prediction import Prediction
@@ -73,6 +74,11 @@ class TracedPeak:
         replays = BatchReplays(prediction.trace, prediction.device, prediction.settings)
         return cls(replays=replays, batch_size=prediction.batch_size)
 
+    @property
+    def traced_sizes(self) -> list[int] | None:
+        """The only sizes that are known, where each takes a trace; None if every size is known."""
+        return self.replays.traced_sizes if isinstance(self.replays, RetracedSizes) else None
+
     def at(self, batch_size: int) -> int:
         """The peak of the warm-up step or a steady one, whichever is larger."""
         shift_bytes = self.shift_bytes
@@ -102,7 +108,12 @@ def counted_peak(step: StepMemory) -> int | None:
 
 
 def limits_of(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
-    """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace."""
+    """The largest batch sizes that fit with nothing kept free; `at_all` only by a trace.
+
+    Unknown where each size takes a trace: searches for them too would take as long again.
+    """
+    if isinstance(peaks, TracedPeak) and peaks.traced_sizes is not None:
+        return Limits(at_all=None, without_retry=None)
     without_retry = peaks.largest_within(free_bytes)
     if not isinstance(peaks, TracedPeak):
         return Limits(at_all=None, without_retry=without_retry)

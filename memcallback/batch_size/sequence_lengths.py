@@ -63,16 +63,15 @@ def _untouched_generators(loader: object) -> Iterator[None]:
 def _length_of(batch: object, step: Step) -> int:
     if step.sequence_length is None:
         raise ValueError(
-            f"sequence_lengths has batches ({described(batch)}), and the step does not say which "
-            "dimensions of its own are the sequences. Give the step sequence_length=...: "
-            "how long those of its batch are."
+            f"sequence_lengths has batches ({described(batch)}), and the step does not say how "
+            "long its own sequences are. Give the step sequence_length=..."
         )
     own, shapes = ([tensor.shape for tensor in tensors_in(nest)] for nest in (step.batch, batch))
     if [len(shape) for shape in shapes] != [len(shape) for shape in own]:
         raise ValueError(
             f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the "
-            f"step {_text(own)}: the lengths are read where the tensors are the same in number and "
-            "dimensions. Give batches like the step's own, or the lengths as numbers."
+            f"step {_text(own)}: number and dimensions of the tensors must be the same. "
+            "Give batches like the step's own, or the lengths as numbers."
         )
     pairs = (
         (size, other)

@@ -16,6 +16,7 @@ from memcallback.batch_size.estimate import (
     estimate_from_trace,
 )
 from memcallback.batch_size.rank_kinds import AnyDevice, RankKind, job_of, listed_devices
+from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory, StepMemory
@@ -26,7 +27,7 @@ from memcallback.devices.local import local_memory, used_by_others_bytes
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.architectures import would_fit
-from memcallback.prediction.batch_trace import BatchDependentPath
+from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
@@ -58,7 +59,8 @@ def suggest_batch_size(
     """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
     The size is verified by a trace there. If the step does something else at that size, it is
-    predicted again from there.
+    predicted again from there. If the step differs at each batch size, each size that is tried is
+    traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
 
     For a size of memory alone, the step is predicted with two architectures, an A100's and an
     H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.
@@ -112,8 +114,7 @@ def suggest_batch_size(
     check_headroom(headroom)
     if validation is not None and validation.after is not step:
         raise ValueError(
-            "validation must run after the step that is suggested for: "
-            "InferenceStep(..., after=step)."
+            "validation must come after the step. Give InferenceStep(..., after=step)."
         )
     lengths = _Lengths()
     if sequence_lengths is not None:
@@ -253,7 +254,10 @@ def _for_one(
         _check_measured(measured, prediction)
 
     def estimate_alone(
-        prediction: Prediction, measured: StepMemory | None = None, more_bytes: int = 0
+        step: Step,
+        prediction: Prediction,
+        measured: StepMemory | None = None,
+        more_bytes: int = 0,
     ) -> Estimate | None:
         if prediction.capacity_bytes is None:
             return None
@@ -265,17 +269,22 @@ def _for_one(
             headroom=wanted.headroom,
             bounds=bounds,
             bucket_bytes=more_bytes,
+            retraced=_retraced(step, prediction, with_verification),
         )
 
     validated, why_not = None, ""
     if wanted.validation is not None:
         validation = predict_here(wanted.validation, device=device)
         # Buckets of DistributedDataParallel stay while it runs.
-        validated = estimate_alone(validation, None, buckets_bytes)
-        why_not = "" if validated else f"Validation does not bound it: {_why_none(validation)}"
+        validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
+        why_not = (
+            ""
+            if validated
+            else f"Validation does not limit the batch size: {_why_none(validation)}"
+        )
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
-        alone = estimate_alone(prediction, measured, buckets_bytes)
+        alone = estimate_alone(step, prediction, measured, buckets_bytes)
         if alone is None or wanted.validation is None:
             return alone
         if validated is None:
@@ -300,12 +309,29 @@ def _for_one(
     return estimate, by_length
 
 
+def _retraced(step: Step, prediction: Prediction, progress: TraceProgress) -> RetracedSizes | None:
+    """The step by traces at other batch sizes, where one trace knows its own alone; None if not."""
+    trace = prediction.trace
+    traces = Traces(step, prediction.device, 0, progress)
+    if trace.is_any_batch_size_known or not traces.has_samples:
+        return None
+
+    def at(batch_size: int) -> BatchTrace:
+        traces.num_traces = traces.num_done + 2  # nobody knows how many there will be
+        return BatchTrace.single(traces.at(batch_size, prediction.sequence_length))
+
+    retraced = RetracedSizes(trace, prediction.device, prediction.settings, at)
+    return retraced if retraced.is_traceable(2 * trace.batch_size) else None
+
+
 def _in_both(training: Estimate, validation: Estimate) -> Estimate:
     """The estimate of a training, up to what fits in its validation."""
     largest = min(training.largest, validation.largest)
     caveats = training.caveats
     if largest < training.largest:
-        caveats += (f"Validation bounds it: {training.largest:,} would fit in training alone.",)
+        caveats += (
+            f"Validation limits the batch size: {training.largest:,} would fit in training alone.",
+        )
     return replace(
         training,
         largest=largest,
@@ -356,7 +382,8 @@ def _verified(
     why = ""
     for _ in range(_MAX_ESTIMATES):
         size, spec = estimate.best_batch_size(), prediction.device
-        if size == 0 or prediction.trace.is_among_traced(size):
+        is_known = prediction.trace.is_among_traced(size)
+        if size == 0 or is_known or not prediction.trace.is_any_batch_size_known:
             return estimate
         try:
             prediction.trace.verified(
@@ -365,7 +392,7 @@ def _verified(
             return estimate
         except PredictionError:
             largest = prediction.trace.largest_traced
-            why = f", which cannot be traced (the largest traced is {largest})"
+            why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
             why = ", as it does not at others"
@@ -377,7 +404,7 @@ def _verified(
             break
         estimate = another
     untried = (
-        f"a check that the step runs the same way at batch size {estimate.best_batch_size()}{why}"
+        f"a check that the step runs the same way at batch size {estimate.best_batch_size():,}{why}"
     )
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 

@@ -26,14 +26,15 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
         "--max-peak",
         metavar="SIZE",
         type=max_peak,
-        help="exit with 1 if the peak (reserved, on a CPU allocated) is above it, such as 20GiB",
+        help="exit with 1 if the peak is above SIZE, such as 20GiB; reserved memory counts, on a "
+        "CPU allocated memory",
     )
     parser.add_argument(
         "--baseline",
         metavar="base.json",
         type=saved_prediction,
-        help="exit with 1 if the peak is above that of an earlier prediction, which --json wrote, "
-        "and say what has grown",
+        help="compare with an earlier prediction, which --json wrote: exit with 1 if the peak has "
+        "grown, and say where",
     )
     parser.add_argument(
         "--tolerance",
@@ -87,8 +88,8 @@ def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> It
     diff = PredictionDiff(old, {**versions(), **prediction.to_dict()})
     if others := differing(diff.old, diff.new, CONDITIONS):
         raise UsageError(
-            f"--baseline {old['path']!r} is of another question: {' '.join(others)} Ask the same, "
-            "or write the baseline anew with --json."
+            f"--baseline {old['path']!r} cannot be compared: {' '.join(others)} Predict with the "
+            "same settings, or write a new baseline with --json."
         )
     allowed = arguments.tolerance or 0.0
     old_bytes, new_bytes = peak_bytes(diff.old), peak_bytes(diff.new)

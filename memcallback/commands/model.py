@@ -35,8 +35,8 @@ def add_layers(commands: Any) -> None:
         action="append",
         type=_input,
         required=True,
-        help="size of an input, in whole numbers; for another dtype than the model's add it, "
-        "as in 1,128:int64; repeat for more inputs",
+        help="size of an input, in whole numbers; add its dtype if that is not the model's, as in "
+        "1,128:int64; repeat the option for more inputs",
     )
     add_json(parser)
     parser.set_defaults(command=_run_layers)

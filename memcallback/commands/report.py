@@ -34,7 +34,7 @@ def add_report(commands: Any) -> None:
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="show too what savings would buy, which takes a trace for each",
+        help="also show what savings would buy; each takes a trace",
     )
     parser.add_argument(
         "-o", "--output", metavar="report.html", required=True, help="the file to write"
@@ -59,8 +59,8 @@ def _advice(prediction: Prediction, plan: Plan | None) -> tuple[str, ...]:
 def _run_report(arguments: argparse.Namespace) -> None:
     if arguments.what_if and arguments.sequence_length is not None:
         raise UsageError(
-            f"--what-if has the step's own sequence length, not {arguments.sequence_length}. Leave "
-            "out one of the two, or give the step a batch of that length."
+            f"--what-if uses the step's own sequence length, not {arguments.sequence_length}. "
+            "Leave out one of the two, or give the step a batch of that length."
         )
     if arguments.what_if:
         prediction, plan = _predicted_with_plan(arguments)

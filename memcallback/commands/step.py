@@ -86,8 +86,8 @@ def add_suggest(commands: Any) -> None:
     parser = commands.add_parser(
         "suggest",
         help="the largest batch size that fits on any card, without a GPU",
-        description="Suggest the largest batch size whose predicted reserved peak, with headroom, "
-        "stays within a card. No GPU is needed.",
+        description="Suggest the largest batch size that is predicted to fit a card with some of "
+        "its memory kept free. No GPU is needed.",
     )
     add_step(parser)
     add_device(parser)
@@ -139,8 +139,8 @@ def _run_suggest(arguments: argparse.Namespace) -> None:
     if plan is not None:
         ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
         print(
-            f"For {arguments.effective_batch_size} samples between two updates: "
-            f"batch size {plan.batch_size}, accumulate {plan.accumulate}{ranks}."
+            f"For {arguments.effective_batch_size:,} samples between two updates: "
+            f"batch size {plan.batch_size:,}, accumulate {plan.accumulate:,} batches{ranks}."
         )
 
 

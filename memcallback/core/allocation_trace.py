@@ -174,7 +174,7 @@ def _check(events: Sequence[Event]) -> None:
             if event.id in seen:
                 raise ValueError(
                     f"event {position} allocates {event.id} again; a number belongs to one "
-                    "allocation: number them on"
+                    "allocation: give each its own"
                 )
             seen.add(event.id)
             alive.add(event.id)

@@ -265,7 +265,7 @@ class ModuleTable(Printable):
 
     def _title(self, other: ModuleTable | None) -> str:
         kinds = " and ".join(table.step_kind.value for table in (self, other) if table)
-        size = f"batch size {self.batch_size}" if self.batch_size else "batch size unknown"
+        size = f"batch size {self.batch_size:,}" if self.batch_size else "batch size unknown"
         idle = len(self.modules) - len(self.ran)
         left_out = f"; {idle} did not run" if idle else ""
         return f"Memory by module, {kinds} ({size}) on {self.device_name}{left_out}"

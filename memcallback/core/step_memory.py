@@ -71,7 +71,7 @@ class MemoryStats:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """One phase of a step, from a first moment to a last one.
+    """The memory of one phase of a step, from its start to its end.
 
     Attributes:
         phase: The phase.
@@ -153,7 +153,7 @@ class StepMemory(Printable):
     def to_table(self) -> Table:
         """One row for each phase in order; with reserved memory if it is known."""
         kind = "warm-up, " if self.is_warm_up else ""
-        size = "unknown" if self.batch_size is None else self.batch_size
+        size = "unknown" if self.batch_size is None else f"{self.batch_size:,}"
         columns = PHASE_COLUMNS if self.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
         return Table(
             title=f"Memory of one {self.stage.label} ({kind}batch size {size}) on "
@@ -210,7 +210,7 @@ class StepMemory(Printable):
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """The same where it is smallest: live throughout the step, which gradients seldom are."""
+        """The least held by them at any boundary: what is live throughout the step."""
         return min(self._held_at_boundaries, default=None)
 
     @cached_property

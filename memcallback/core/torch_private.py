@@ -122,7 +122,7 @@ PARTS = {
     ),
     "next_sequence_nr": _Part("torch._C._autograd", "_get_sequence_nr", _MODULES),
     "current_autograd_node": _Part("torch._C", "_current_autograd_node", _MODULES),
-    "module_call": _Part("torch.nn.Module", "_call_impl", "loops that say nothing of their steps"),
+    "module_call": _Part("torch.nn.Module", "_call_impl", "loops whose steps are found by hooks"),
     "is_memory_history_on": _Part(
         "torch._C", "_cuda_isHistoryEnabled", "allocator histories of out-of-memory errors"
     ),

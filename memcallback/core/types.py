@@ -19,7 +19,7 @@ class Phase(Enum):
 
 
 class Stage(Enum):
-    """What a step is a part of: a training, or one of the runs that have a forward pass alone."""
+    """The kind of run that a step belongs to: a training, or a run without a backward pass."""
 
     TRAINING = "training"
     INFERENCE = "inference"

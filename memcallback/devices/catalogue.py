@@ -204,9 +204,9 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
         return HostSpec()
     if names_local_device(text):
         raise ValueError(
-            f"{device!r} is a device of this machine, which cannot be looked up here. Give it to "
-            "memcallback.predict; or here the name of a card, or the size of its memory, such as "
-            "'24GiB'."
+            f"{device!r} is a device of this machine, and only cards can be looked up here. Give "
+            "the name of a card or the size of its memory, such as '24GiB'; memcallback.predict "
+            "takes the device."
         )
     sold = _SOLD.fullmatch(text)
     if sold and int(sold[1]) in _SOLD_GB:

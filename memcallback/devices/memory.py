@@ -53,8 +53,8 @@ def cuda_memory(device: torch.device) -> DeviceMemory:
     if own is None:
         return replace(
             whole,
-            unavailable="this process is not in NVML's list, as in containers with process numbers "
-            "of their own",
+            unavailable="this process is not in NVML's list (as in containers with their own "
+            "process numbers)",
         )
     return replace(whole, this_process_bytes=own, other_processes_bytes=others)
 

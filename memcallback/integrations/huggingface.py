@@ -57,9 +57,10 @@ else:
 from memcallback.integrations.report_to import destinations_here
 
 _SEVERAL_DEVICES = (
-    "The Trainer uses several devices in one process (DataParallel). The record is of the "
-    "first device, which holds the outputs of all; the prediction is of its samples on one device "
-    "alone. Start one process for each device instead: torchrun --nproc-per-node=gpu train.py."
+    "The Trainer uses several devices in one process (DataParallel). The recorded memory "
+    "is that of the first device, which holds the outputs of all. The prediction is for that "
+    "device's own samples alone. Start one process for each device instead: torchrun "
+    "--nproc-per-node=gpu train.py."
 )
 
 

@@ -54,7 +54,7 @@ def _problems(prediction: Prediction, budget_bytes: int) -> Iterator[str]:
         yield (
             f"The step takes {format_bytes(peak_bytes)} on {prediction.device_name}, "
             f"{format_bytes(peak_bytes - budget_bytes)} above its budget of "
-            f"{format_bytes(budget_bytes)} (batch size {prediction.batch_size})."
+            f"{format_bytes(budget_bytes)} (batch size {prediction.batch_size:,})."
         )
     if not prediction.fits:
         yield f"The step does not fit {prediction.device_name}: {prediction.out_of_memory}"

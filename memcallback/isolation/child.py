@@ -29,10 +29,10 @@ _Work = Callable[[Callable[[Any], None]], object]
 #: Whether this process is such a child.
 _is_child = False
 _QUICK_FORK_FAILED = (
-    "This process has trained on a device, after which PyTorch's autograd does not run in a forked "
-    "process, and this system has no fork that PyTorch does not notice ({}). isolate=False runs "
-    "the prediction in this process; or predict before training, or in a process of its own "
-    "(python -m memcallback predict ...)."
+    "This process has trained on a device, and PyTorch's autograd refuses to run in a process that "
+    "is forked afterwards. This system has no fork that PyTorch does not notice ({}). Predict "
+    "before training, or in another process (python -m memcallback predict ...), or in this one "
+    "with isolate=False."
 )
 
 

@@ -102,9 +102,9 @@ def become_harmless(*, is_background: bool) -> None:
     sys.addaudithook(_forbid)
     if not forbid_syscalls():
         raise PredictionError(
-            f"This system ({platform.machine()}, Linux {platform.release()}) cannot keep compiled "
-            "code from changing files, for which a prediction needs seccomp. isolate=False runs it "
-            "in this process"
+            "A prediction needs seccomp, which keeps compiled code from changing files, and this "
+            f"system ({platform.machine()}, Linux {platform.release()}) does not have it. "
+            "isolate=False runs the prediction in this process"
         )
 
 

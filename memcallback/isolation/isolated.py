@@ -303,8 +303,8 @@ class Isolated(Generic[T]):
             poll.poll(1000 * _LAST_WORDS_S)
             line = own_line_in(self._read_stacks())
         where = (
-            f" It was running {line}. A loop on a value may not end there, since a prediction "
-            "computes no values."
+            f" It was running {line}. A loop that waits for a value may never end there, because a "
+            "prediction computes no values."
             if line
             else ""
         )

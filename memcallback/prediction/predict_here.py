@@ -103,6 +103,7 @@ class Traces:
 
     Attributes:
         num_traces: How many there will be, as far as known.
+        num_done: How many there are.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Traces:
         self._step = step
         self._card = spec if isinstance(spec, DeviceSpec) else None
         self.num_traces = num_traces
-        self._num_done = 0
+        self.num_done = 0
         self._progress = progress
         self._tracer = load_tracer()
         self._bounds = self._tracer.Bounds()
@@ -128,7 +129,7 @@ class Traces:
 
     def at(self, batch_size: int, sequence_length: int | None) -> TracedStep:
         """The trace at a batch size and sequence length."""
-        if self._progress is not None and not self._num_done:
+        if self._progress is not None and not self.num_done:
             self._progress(0, self.num_traces)
         # In another process nothing runs beside the trace.
         with quietly(), untouched_program() if is_in_child() else nullcontext():
@@ -142,9 +143,9 @@ class Traces:
                     compiles=is_in_child(),
                 )
             )
-        self._num_done += 1
-        if self._progress is not None and self._num_done < self.num_traces:
-            self._progress(self._num_done, self.num_traces)
+        self.num_done += 1
+        if self._progress is not None and self.num_done < self.num_traces:
+            self._progress(self.num_done, self.num_traces)
         return traced
 
 

@@ -16,7 +16,7 @@ from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase, Stage
-from memcallback.core.units import format_bytes
+from memcallback.core.units import brief_bytes, format_bytes
 from memcallback.core.validation import KEPT_FREE, whole_number
 from memcallback.devices.catalogue import (
     CONTEXT_SEEN_BYTES,
@@ -294,7 +294,8 @@ class Prediction(Printable):
         from memcallback.prediction.peak_tree import peak_tree
 
         length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
-        first, *further = verdict or self._answer()
+        answer, *reasons = self.verdict()
+        first, *further = verdict or (answer, "Predicted, not run.", *reasons)
         label = f"One {self.step.stage.label}"
         return step_page(
             f"{title or label}, batch size {self.batch_size:,}{length} on {self.device_name}",
@@ -333,17 +334,6 @@ class Prediction(Printable):
             measured={phase: size for phase, size in peaks.items() if size is not None},
         )
 
-    def _answer(self) -> tuple[str, ...]:
-        """Whether it fits, and the peak; where memory runs out, and which batch fits."""
-        capacity_bytes = self.device.allocator_capacity_bytes
-        peak = peak_sentence(self.step, self.peak_phase, capacity_bytes)
-        if self.capacity_bytes is not None:
-            peak = f"{'Fits.' if self.fits else 'Does not fit.'} {peak}"
-        reason = "Predicted, not run."
-        if not self.fits:
-            reason = f"{reason} Out of memory in {self.out_of_memory}"
-        return peak, reason, *self.verdict()[1:]
-
     def save_html(self, path: str | Path, *, title: str | None = None) -> None:
         """Write `page` as one file, which needs no network.
 
@@ -372,46 +362,56 @@ class Prediction(Printable):
         )
 
     def verdict(self) -> tuple[str, ...]:
-        """Whether it fits, and up to which batch size, one sentence each."""
-        is_host = isinstance(self.device, HostSpec)
+        """Whether it fits, its peak, and up to which batch size it fits, one sentence each."""
+        peak = peak_sentence(self.step, self.peak_phase, self._available())
         if self.capacity_bytes is None:
-            return ("Whether it fits is unknown: the capacity of the CPU was not given.",)
-        capacity = format_bytes(self.capacity_bytes)
-        available = f"The CPU has {capacity}."
-        if not is_host:
-            allocatable = format_bytes(self.device.allocator_capacity_bytes or 0)
-            available = f"The allocator can have {allocatable} of {capacity}."
+            return (peak, "Whether it fits is unknown: the capacity of the CPU was not given.")
         if not self.fits:
-            lines = [f"Does not fit: out of memory in {self.out_of_memory} {available}"]
-        elif is_host:
-            lines = [f"Fits. {available}"]
+            lines = [f"Does not fit. {peak}", f"Out of memory in {self.out_of_memory}"]
         elif self.fits_without_retry:
-            lines = [f"Fits without a retry. {available}"]
+            lines = [f"Fits. {peak}"]
         else:
-            lines = [f"Fits, but the allocator must free its cache, which is slow. {available}"]
+            lines = [f"Fits, but the allocator must free its cache, which is slow. {peak}"]
         growth_bytes = self.trace.growth_bytes(self.batch_size)
         if self.step.stage is Stage.GENERATION and growth_bytes is not None:
             lines.append(f"Each token adds {format_bytes(growth_bytes)}.")
         if not self.trace.is_any_batch_size_known:
-            lines.append("The largest batch size is unknown: only this batch size was traced.")
+            lines.append(
+                "The largest batch size is unknown: only this batch size was traced. "
+                "suggest_batch_size traces others."
+            )
         elif self.limit is not None and self.limit_without_retry is not None:
             lines += self._largest_sentences(self.limit, self.limit_without_retry)
         return tuple(lines)
 
+    def _available(self) -> str:
+        """What there is of memory for the step; empty if nobody knows."""
+        available_bytes = self.device.allocator_capacity_bytes
+        if available_bytes is None:
+            return ""
+        if isinstance(self.device, HostSpec):
+            return f"; the CPU has {brief_bytes(available_bytes)}"
+        return f"; the allocator can have {brief_bytes(available_bytes)}"
+
     def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
         """The largest batch sizes, equal ones once, and what they assume."""
-        limits = f"{limit:,} with nothing kept free"
+        limits = f"{limit:,}"
         if not isinstance(self.device, HostSpec) and without_retry < limit:
-            limits += f", {without_retry:,} of it without a retry"
+            limits = f"{without_retry:,} without a retry, {limit:,} with retries"
         if self.largest_batch_size == limit:
-            limits = f"{limit:,}, with {KEPT_FREE} or with nothing"
+            largest = f"Largest batch size: {limit:,}, with or without {KEPT_FREE}"
         elif self.largest_batch_size is not None:
-            limits = f"{self.largest_batch_size:,} with {KEPT_FREE}, {limits}"
-        architecture = (
-            f", with the architecture of {self.architecture_of}" if self.architecture_of else ""
-        )
-        largest = f"Largest batch size: {limits}" if limit else "Not even one sample fits"
-        largest += f"{architecture}."
+            largest = (
+                f"Largest batch size: {self.largest_batch_size:,} with {KEPT_FREE}. "
+                f"With nothing kept free: {limits}"
+            )
+        else:
+            largest = f"Largest batch size with nothing kept free: {limits}"
+        if limit == 0:
+            largest = "Not even one sample fits"
+        largest += "."
+        if self.architecture_of:
+            largest += f" The architecture of {self.architecture_of} was assumed."
         if self.limits is not None and self.limits.fits_again is not None:
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
@@ -623,8 +623,8 @@ class Prediction(Printable):
             )
         if self.trace.is_far(self.batch_size):
             yield (
-                f"Extrapolated: batch size {self.batch_size} is far beyond the largest traced, "
-                f"{self.trace.largest_traced}. memcallback.predict(step, "
+                f"Extrapolated: batch size {self.batch_size:,} is far beyond the largest traced, "
+                f"{self.trace.largest_traced:,}. memcallback.predict(step, "
                 f"batch_size={self.batch_size}) traces it there."
             )
 

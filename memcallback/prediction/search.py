@@ -113,7 +113,7 @@ def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> i
     return int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """What one replay showed; peaks are the largest of all phases of all steps."""
 
     is_out_of_memory: bool
@@ -137,7 +137,7 @@ class BatchReplays:
         self._thin, self._whole = trace.thinned(), trace.thinned(CONFIRMED_ITEMS)
         self._is_estimated = self._thin is not trace
         #: By batch size and the allocator's capacity.
-        self._outcomes: dict[tuple[int, int | None], _Outcome] = {}
+        self._outcomes: dict[tuple[int, int | None], Outcome] = {}
         #: Of them, those that are no estimates.
         self._sure: set[tuple[int, int | None]] = set()
 
@@ -291,19 +291,19 @@ class BatchReplays:
 
         return crossing(unlimited_peak, capacity_bytes, first=start, second=2 * start, end=end)
 
-    def _on_device(self, batch_size: int) -> _Outcome:
+    def _on_device(self, batch_size: int) -> Outcome:
         return self._replay(batch_size, self.device.allocator_capacity_bytes)
 
-    def _replay(self, batch_size: int, capacity_bytes: int | None) -> _Outcome:
+    def _replay(self, batch_size: int, capacity_bytes: int | None) -> Outcome:
         key = batch_size, capacity_bytes
         if key not in self._outcomes:
             self._outcomes[key] = self._outcome(self._thin, batch_size, capacity_bytes)
         return self._outcomes[key]
 
-    def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> _Outcome:
+    def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> Outcome:
         replay = replay_on(trace.at(batch_size).events, self.device, self.settings, capacity_bytes)
         windows = [window for step in replay.steps for window in step.windows]
-        return _Outcome(
+        return Outcome(
             is_out_of_memory=replay.out_of_memory is not None,
             num_alloc_retries=replay.num_alloc_retries,
             peak_allocated_bytes=largest(w.peak_allocated_bytes for w in windows) or 0,

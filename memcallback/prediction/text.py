@@ -26,7 +26,7 @@ def phase_table(steps: Sequence[StepMemory], sequence_length: int | None) -> Tab
     columns = PHASE_COLUMNS if step.peak_reserved_bytes is not None else PHASE_COLUMNS[:-1]
     length = "" if sequence_length is None else f", sequence length {sequence_length}"
     return Table(
-        title=f"Memory of one {step.stage.label} (batch size {step.batch_size}{length}) on "
+        title=f"Memory of one {step.stage.label} (batch size {step.batch_size:,}{length}) on "
         f"{step.device_name}\npredicted by {step.source}",
         columns=columns,
         rows=tuple(row[: len(columns)] for row in (*warm_up, *rows)),
@@ -96,13 +96,10 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
     }
 
 
-def peak_sentence(step: StepMemory, phase: Phase, capacity_bytes: int | None) -> str:
-    """The peak of a step, and where it is."""
+def peak_sentence(step: StepMemory, phase: Phase, available: str) -> str:
+    """The peak of a step, the phase that has it, and what there is of memory."""
     allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
     peak = f"{brief_bytes(allocated)} allocated"
     if reserved is not None:
         peak = f"{brief_bytes(reserved)} reserved ({peak})"
-    available = ""
-    if capacity_bytes is not None:
-        available = f" of the {brief_bytes(capacity_bytes)} that the allocator can have"
-    return f"Peak {peak}{available}, in {phase.label}."
+    return f"Peak {peak} in {phase.label}{available}."

@@ -71,7 +71,7 @@ def explain_or_warn(error: BaseException, context: OomContext) -> OutOfMemoryRep
     except Exception as other:  # a full device can fail in any way, and the error itself goes on
         warn_and_go_on(
             f"The out-of-memory error could not be explained: {type(other).__name__}: "
-            f"{str(other).rstrip('.')}. It goes on as it is."
+            f"{str(other).rstrip('.')}. It is raised as usual."
         )
         return None
 

@@ -296,7 +296,7 @@ class MemoryRecorder:
 
     @property
     def typical(self) -> StepMemory | None:
-        """The last sampled steady step of the kind of which there were most, or None.
+        """The last sampled steady step of the most frequent kind, or None.
 
         Of kinds with as many steps, the one with the largest peaks. The step in which
         DistributedDataParallel rebuilds its buckets is none.
@@ -514,9 +514,9 @@ class MemoryRecorder:
 
         Args:
             phase: The phase.
-            is_provisional: Whether it begins at the last reading, and is dropped if the step ends
-                or another provisional phase or an optimizer step begins without a reading in
-                between.
+            is_provisional: Whether it begins at the last reading. Such a phase is dropped if,
+                before the next reading, the step ends, or another provisional phase or an
+                optimizer step begins.
         """
         forget_failure()
         if (phases := self._phases) is not None:

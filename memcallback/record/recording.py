@@ -134,7 +134,7 @@ class Recording:
                 prediction = prediction.at(step.batch_size)
             except ValueError as error:
                 reason = str(error).rstrip(".")
-                notes = (*notes, f"No prediction for batch size {step.batch_size}: {reason}.")
+                notes = (*notes, f"No prediction for batch size {step.batch_size:,}: {reason}.")
                 prediction = None
         outside_bytes = self._outside_bytes(device) if capacity_bytes is None else None
         advice = suggest(

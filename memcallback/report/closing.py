@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
-from memcallback.core.units import MiB, brief_bytes
+from memcallback.core.units import brief_bytes
 from memcallback.report.deviation import Deviation
 from memcallback.report.rank_values import RankValues
 from memcallback.report.report import Report
 from memcallback.report.styled import Letters, Line, Part, Style, labelled
-from memcallback.report.verdict import peak_of
-
-#: Peaks have changed above this share and so many bytes.
-_NOTABLE_SHARE = 0.01
-_NOTABLE_BYTES = MiB
+from memcallback.report.verdict import differ, peak_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +78,7 @@ def _is_known(deviation: Deviation, report: Report) -> bool:
 def _larger(typical: tuple[int, str], largest: StepMemory | None) -> str:
     """The largest peak, if it is another than that of a typical step."""
     peak = peak_of(largest)
-    if largest is None or peak is None or peak[1] != typical[1] or not _differ(typical[0], peak[0]):
+    if largest is None or peak is None or peak[1] != typical[1] or not differ(typical[0], peak[0]):
         return ""
     return f" ({brief_bytes(peak[0])} in batch {(largest.index or 0) + 1:,})"
 
@@ -93,7 +89,7 @@ def _changes(first: Report, last: Report, letters: Letters) -> Iterator[str]:
     if before is None or after is None or before.is_warm_up != after.is_warm_up:
         return
     if before.batch_size != after.batch_size:
-        yield f"batch size {before.batch_size} {letters.to} {after.batch_size}"
+        yield f"batch size {before.batch_size:,} {letters.to} {after.batch_size:,}"
     for phase in Phase:
         ours, theirs = before.phases.get(phase), after.phases.get(phase)
         if ours and theirs:
@@ -109,13 +105,8 @@ def _changes(first: Report, last: Report, letters: Letters) -> Iterator[str]:
 
 
 def _change(name: str, before: int | None, after: int | None, letters: Letters) -> Iterator[str]:
-    if before is not None and after is not None and _differ(before, after):
+    if before is not None and after is not None and differ(before, after):
         yield f"{name} {brief_bytes(before)} {letters.to} {brief_bytes(after)}"
-
-
-def _differ(before: int, after: int) -> bool:
-    difference = abs(after - before)
-    return difference > _NOTABLE_BYTES and difference > _NOTABLE_SHARE * before
 
 
 def _ranks(ranks: RankValues, letters: Letters) -> str:

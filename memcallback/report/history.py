@@ -21,11 +21,15 @@ class PeakHistory:
         self._stride = 1
         self._open: tuple[int, int, int] | None = None
         self._num_open = 0
+        #: The step with the largest peak, by reserved memory where it is known, and its number.
+        self.largest: tuple[StepMemory, int] | None = None
 
     def add(self, step: StepMemory, number: int) -> None:
         """Note a step's peaks; a step that was cut short has none."""
         if step.peak_allocated_bytes is None or step.is_interrupted:
             return
+        if self.largest is None or _order(step) > _order(self.largest[0]):
+            self.largest = step, number
         _, allocated, reserved = self._open or (0, 0, 0)
         self._open = (
             number,
@@ -64,3 +68,8 @@ class PeakHistory:
             ends = [(points[0][0], predicted_bytes), (points[-1][0], predicted_bytes)]
             lines.append(Line(name="predicted, allocated", points=ends, kind="predicted"))
         return LineChart(lines=lines, x_name="step", capacity_bytes=capacity_bytes)
+
+
+def _order(step: StepMemory) -> tuple[int, int]:
+    """What makes a step the largest of a training."""
+    return step.peak_reserved_bytes or 0, step.peak_allocated_bytes or 0

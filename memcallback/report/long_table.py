@@ -59,7 +59,7 @@ def _title(measured: StepMemory | None, prediction: StepPrediction | None) -> st
     if step is None:
         return "Memory of one training step: nothing was recorded"
     kind = "" if measured is None else "warm-up, " if measured.is_warm_up else "steady, "
-    size = f"batch size {step.batch_size}" if step.batch_size else "batch size unknown"
+    size = f"batch size {step.batch_size:,}" if step.batch_size else "batch size unknown"
     sources = [f"measured by {measured.source}"] if measured else []
     sources += [f"predicted by {prediction.source}"] if prediction else []
     step_line = f"Memory of one training step ({kind}{size}) on {step.device_name}"

@@ -185,9 +185,9 @@ class RankValues(Printable):
         worst = self.worst
         share = worst.capacity_share_pct
         usage = (
-            "took most"
+            "took most memory"
             if share is None
-            else f"took most of its capacity, {share:.1f} % at its peak"
+            else f"is nearest to its capacity, {share:.1f} % at its peak"
         )
         lines = [f"Rank {worst.rank}{f' ({worst.place})' if worst.place else ''} {usage}."]
         if self.missing:

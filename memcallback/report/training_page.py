@@ -13,6 +13,7 @@ from memcallback.page.page import Page, Section
 from memcallback.prediction.prediction import Prediction
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report
+from memcallback.report.verdict import differ, peak_of
 from memcallback.savings.plan_page import plan_sections
 
 #: The file beside the logs.
@@ -26,7 +27,7 @@ def training_page(
 
     Warnings come first, and with them the peaks of all steps, which show since when.
     """
-    verdict = [*warnings, _measured(report)]
+    verdict = [*warnings, _measured(report, history)]
     verdict += [note for note in report.notes if note not in warnings]
     if report.advice is not None:
         verdict.append(report.advice.sentence())
@@ -78,8 +79,8 @@ def _peaks(report: Report, history: PeakHistory) -> Iterator[Section]:
         )
 
 
-def _measured(report: Report) -> str:
-    """The measured peak beside the predicted one."""
+def _measured(report: Report, history: PeakHistory) -> str:
+    """The measured peak beside the predicted one, and that of the largest step if it is larger."""
     if report.measured is None:
         return "No step was measured."
     text = f"Measured peak: {_peak(report.measured)}"
@@ -87,6 +88,11 @@ def _measured(report: Report) -> str:
         text += f" of {brief_bytes(report.device.capacity_bytes)}"
     if report.prediction is not None and not report.measured.is_warm_up:
         text += f"; predicted: {_peak(report.prediction.step)}"
+    if history.largest is not None:
+        step, number = history.largest
+        here, there = peak_of(report.measured), peak_of(step)
+        if here and there and here[1] == there[1] and differ(here[0], there[0]):
+            text += f". Largest of the run: {_peak(step)}, in step {number:,}"
     return f"{text}."
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memcallback.core.step_memory import StepMemory, largest
-from memcallback.core.units import brief_bytes
+from memcallback.core.units import MiB, brief_bytes
 from memcallback.prediction.prediction import Prediction, StepPrediction
+
+#: Peaks differ above this share and so many bytes.
+_NOTABLE_SHARE = 0.01
+_NOTABLE_BYTES = MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,12 @@ def verdict_of(
         is_measured=step is not None and step is measured,
         num_alloc_retries=(measured.num_alloc_retries or 0) if measured and is_measured else 0,
     )
+
+
+def differ(before: int, after: int) -> bool:
+    """Whether two peaks differ by enough to say so."""
+    difference = abs(after - before)
+    return difference > _NOTABLE_BYTES and difference > _NOTABLE_SHARE * before
 
 
 def peak_of(step: StepMemory | None) -> tuple[int, str] | None:

@@ -64,7 +64,7 @@ def check_accumulate(num_batches: object) -> None:
     if not isinstance(num_batches, int) or isinstance(num_batches, bool) or num_batches < 1:
         raise ValueError(
             f"accumulate must be a whole number of at least 1, got {num_batches!r}. "
-            "It is the number of batches for one update: 1 updates after each."
+            "It is the number of batches for one update; with 1 each batch makes an update."
         )
 
 

@@ -79,7 +79,7 @@ def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
             apply=partial(
                 TrainingStep.varied, accumulate=accumulate, has_accumulation=not is_lightning
             ),
-            changes="gradients, by rounding; batch norm sees smaller batches",
+            changes="rounding of the gradients; batch norm sees smaller batches",
             line=f"Trainer(accumulate_grad_batches={accumulate})  "
             f"# and a batch size {num_parts} times smaller"
             if is_lightning
@@ -93,10 +93,10 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
     """Autocast, which keeps weights in float32, and whole models in a smaller type."""
     if any(parameter.dtype is not torch.float32 for parameter in step.model.parameters()):
         return
-    operators = "matrix products, convolutions and attention in"
-    state, lost = "weights and optimizer state too are in", "of a weight are lost"
+    operators = "matrix products, convolutions and attention run in"
+    state, lost = "weights and optimizer state are kept in", "of its weight is lost"
     for precision, dtype, changes in (
-        ("bf16-mixed", None, f"{operators} bfloat16, of 8 bits of precision"),
+        ("bf16-mixed", None, f"{operators} bfloat16, which has 8 bits of precision"),
         (
             "16-mixed",
             None,
@@ -105,13 +105,13 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
         (
             "bf16-true",
             torch.bfloat16,
-            f"{state} bfloat16: updates smaller than 1/256 {lost}",
+            f"{state} bfloat16, so an update smaller than 1/256 {lost}",
         ),
         (
             "16-true",
             torch.float16,
-            f"{state} half precision: updates smaller than 1/2048 {lost}, and gradients over- and "
-            "underflow, which no scaler prevents",
+            f"{state} half precision, so an update smaller than 1/2048 {lost}; there is no scaler, "
+            "so gradients can overflow and underflow",
         ),
     ):
         if precision == step.precision:
@@ -203,7 +203,7 @@ def _inplace(step: TrainingStep) -> Iterator[Saving]:
         kind="inplace",
         group=SavingGroup.SAME_RESULT,
         apply=partial(TrainingStep.varied, prepare=_made_inplace),
-        changes=f"nothing, if nobody else reads the inputs of the {len(modules)} modules ({names})",
+        changes=f"nothing, if only the {len(modules)} modules ({names}) read their inputs",
         line="for module in model.modules():\n"
         '    if hasattr(module, "inplace"): module.inplace = True',
     )
@@ -235,7 +235,7 @@ def _optimizer(step: TrainingStep) -> Iterator[Saving]:
             kind="optimizer",
             group=SavingGroup.CHANGES_TRAINING,
             apply=partial(TrainingStep.varied, change_optimizers=partial(_remade, make)),
-            changes="another rule of update, with a learning rate of its own",
+            changes="another update rule, which needs its own learning rate",
             line=f"torch.optim.{kind.__name__}({parameters}, lr=...{arguments})",
         )
     yield Saving(
@@ -289,7 +289,7 @@ def _layout(step: TrainingStep) -> Iterator[Saving]:
         kind="layout",
         group=SavingGroup.CHANGES_NUMBERS,
         apply=partial(TrainingStep.varied, prepare=_channels_last),
-        changes="rounding, where convolutions use other kernels",
+        changes="rounding, because convolutions may use other kernels",
         line="model = model.to(memory_format=torch.channels_last)\n"
         "images = images.to(memory_format=torch.channels_last)",
     )
@@ -314,7 +314,7 @@ def _freezing(step: TrainingStep) -> Iterator[Saving]:
         kind="freezing",
         group=SavingGroup.CHANGES_TRAINING,
         apply=partial(TrainingStep.varied, prepare=_frozen),
-        changes=f"only {visible_name(trained[-1])} learns",
+        changes=f"only module {visible_name(trained[-1])!r} is trained",
         line="model.requires_grad_(False)\n"
         f'model.get_submodule("{visible_name(trained[-1])}").requires_grad_(True)',
     )

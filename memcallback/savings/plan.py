@@ -59,15 +59,15 @@ class SavingGroup(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A training step with a saving, predicted.
+    """The predicted memory of a training step with a saving.
 
     Attributes:
         saving: The saving, or several joined by ` + `.
         kind: What it changes, such as `precision` or `checkpointing`; kinds of several savings are
             joined like their names.
-        group: What it does to the training, the step as it is counting as the same result.
-        batch_size: Samples in one forward pass; the number between two updates is that without the
-            saving.
+        group: What it does to the training. The step as it is counts as the same result.
+        batch_size: Samples in one forward pass; the number between two updates is the same as
+            without the saving.
         peak_allocated_bytes: Peak of allocated memory in the steady step; None if the step could
             not be predicted.
         peak_reserved_bytes: Peak of reserved memory; None also on a CPU.
@@ -116,7 +116,7 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Printable):
-    """A training step as it is and with each saving.
+    """The answer of `what_if`: the step as it is and with each saving.
 
     Attributes:
         current: The step as it is.
@@ -218,9 +218,9 @@ class Plan(Printable):
                 rows += map(self._cells, shown)
                 ends.append(len(rows) - 1)
         return Table(
-            title=f"What savings would buy (batch size {self.current.batch_size}) on "
-            f"{self._device()}\npredicted, each by a trace of its own; in each group the smallest "
-            "peak first",
+            title=f"What savings would buy (batch size {self.current.batch_size:,}) on "
+            f"{self._device()}\nEach row is predicted from its own trace. In each group the "
+            "smallest peak comes first.",
             columns=(
                 "saving",
                 "allocated",
@@ -241,7 +241,7 @@ class Plan(Printable):
             capacity = format_bytes(self.capacity_bytes)
             # The name of a card given by its size ends with the size.
             text += "" if text.endswith(capacity) else f" of {capacity}"
-            text += f", {100 * self.headroom:g}% kept free"
+            text += f", {100 * self.headroom:g} % kept free"
         if self.outside_bytes is not None:
             text += f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return text
@@ -288,7 +288,7 @@ class Plan(Printable):
         """The lines to paste, and what does not work."""
         single = [row for row in self.shown if not row.is_several]
         if single:
-            yield Heading("How to have them, and what they change:")
+            yield Heading("How to turn each on, and what it changes:")
         for row in single:
             yield Paragraph(f"{self.name_of(row)}: {row.changes}", 1)
             yield Code(row.line, 2)

@@ -66,9 +66,8 @@ def what_if(
             the model has a plan for it (`tp_plan` of transformers), and a pipeline if it is an
             `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
             stage that needs most.
-        progress: Called after each prediction but the last, with the number done and that of all
-            as far as it is known: of the step as it is, with each saving, and with several. By
-            default as for `predict`.
+        progress: Called after each prediction but the last, with the number of predictions done
+            and of all that are known so far. By default as for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.
 

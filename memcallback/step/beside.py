@@ -72,8 +72,8 @@ def beside(
     return found
 
 
-def device_attributes(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Tensors on a device in plain attributes of a model's modules, by the module's name.
+def plain_tensors(model: nn.Module, *, on_host: bool) -> dict[str, list[torch.Tensor]]:
+    """Tensors on the host, or on a device, in plain attributes of modules, by the module's name.
 
     They are neither parameters nor buffers, and stay where they are as the model moves.
     """
@@ -84,7 +84,8 @@ def device_attributes(model: nn.Module) -> dict[str, list[torch.Tensor]]:
             for item in walk(_plain_attributes(module).values(), _parts)
             if isinstance(tensor := item, torch.Tensor)
             and id(tensor) not in own
-            and tensor.device.type not in ("cpu", "meta")
+            and tensor.device.type != "meta"
+            and (tensor.device.type == "cpu") == on_host
         ]
         for name, module in model.named_modules()
     }

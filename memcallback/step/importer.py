@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memcallback.step.training_step import TrainingStep
 
 
-TARGET_HELP = "an importable module or its file, a colon and a name in it"
+TARGET_HELP = "a module or its file, a colon and a name in it"
 
 
 class UsageError(Exception):
@@ -26,13 +26,18 @@ class UsageError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line without a full stop, with its class unless this package raised it."""
+    """An error in one line without a full stop.
+
+    Its class comes first, unless this package raised it with a message.
+    """
     text = " ".join(str(error).split()).rstrip(".")
     raised_in, traceback = "", error.__traceback__
     while traceback is not None:
         raised_in, traceback = str(traceback.tb_frame.f_globals.get("__name__")), traceback.tb_next
     is_ours = raised_in.partition(".")[0] == "memcallback"
-    return text if is_ours else f"{type(error).__name__}: {text}"
+    if is_ours and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def load_model(target: str) -> nn.Module:

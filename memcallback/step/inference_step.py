@@ -227,8 +227,8 @@ class InferenceStep(Step):
         Args:
             trainer: A `transformers.Trainer`; its model, arguments and the two functions are read.
             inputs: One batch of its evaluation, by name.
-            num_batches: Batches of the evaluation, of all ranks, each of which keeps the results of
-                all; at most `eval_accumulation_steps` of a rank count.
+            num_batches: Batches of the evaluation, counted over all ranks, because each rank keeps
+                the results of all. With `eval_accumulation_steps`, at most so many of each rank.
             batch_size: As for `TrainingStep`.
             sequence_length: As for `TrainingStep`.
             after: The training that comes before.
@@ -297,8 +297,8 @@ def _checked_training(after: object, model: nn.Module) -> TrainingStep:
         )
     if after.model is not model:
         raise ValueError(
-            f"after trains another model, {described(after.model)}, than the one that runs, "
-            f"{described(model)}. Give a step of the same object."
+            f"after trains {described(after.model)}, and this step runs another model, "
+            f"{described(model)}. Give a training of the same object."
         )
     if after.ranks is not None:
         raise ValueError(

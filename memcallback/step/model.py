@@ -93,9 +93,8 @@ def segment_starts(module: nn.Sequential, name: str, segments: int | None) -> li
     if not least <= segments <= len(layers):
         reason = "" if name else " (the last one is not checkpointed)"
         raise ValueError(
-            f"segments={segments} for {name or 'the model'!r}, whose number of layers is "
-            f"{len(layers)}: it must be at least {least}{reason} and at most as many. "
-            "Leave it out to have it chosen."
+            f"segments={segments} for {name or 'the model'!r} must be at least {least}{reason} and "
+            f"at most {len(layers)}, the number of layers. Leave it out to have it chosen."
         )
     first = {_out_of_place(layers, number * len(layers) // segments) for number in range(segments)}
     return sorted(first - {len(layers)})
@@ -137,7 +136,7 @@ def warn_of_devices(model: nn.Module, device: torch.device) -> None:
     devices = devices_of(model)
     if len(devices) > 1:
         warn_and_go_on(
-            f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); memory "
-            f"of {device} alone is recorded, and the prediction counts the parameters there. "
-            "Record the others with a MemoryRecorder(device=...) each."
+            f"The model's parameters are on {len(devices)} devices ({', '.join(devices)}); only "
+            f"the memory of {device} is recorded, and the prediction counts only the parameters "
+            "there. Record the others with a MemoryRecorder(device=...) each."
         )

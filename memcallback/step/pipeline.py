@@ -136,7 +136,7 @@ def check_options(
     **_: object,
 ) -> None:
     """Check options of `in_pipeline`."""
-    whole_number("n_microbatches", n_microbatches, "It is into how many parts a batch is cut.")
+    whole_number("n_microbatches", n_microbatches, "It is the number of parts of a batch.")
     if not isinstance(schedule, str):
         raise TypeError(
             f"schedule must be a name, got {described(schedule)}. Give one of PyTorch's, such as "
@@ -144,8 +144,8 @@ def check_options(
         )
     if split is not None and not callable(split):
         raise TypeError(
-            "split must be a function of the model, a stage's number and how many there are, got "
-            f"{described(split)}."
+            "split must be a function of the model, the number of a stage and the number of "
+            f"stages, got {described(split)}."
         )
     kind, is_single = _kind_of(schedule)
     if stages_per_rank is None:
@@ -189,7 +189,7 @@ def _equal_share(model: nn.Module, number: int, num_stages: int) -> nn.Module:
         raise PipelineError(
             f"{type(model).__name__} with {len(children)} children cannot be cut into {num_stages} "
             "stages by default. Give split=..., a function of the model, the number of a stage "
-            "from 0 and how many there are, that returns the stage's module."
+            "(from 0) and the number of stages, which returns the stage's module."
         )
     first = len(children) * number // num_stages
     end = len(children) * (number + 1) // num_stages
@@ -233,14 +233,14 @@ class _WholeModel:
 
     def __getattr__(self, name: str) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for {name!r} of the model, of which a rank has a part. "
-            "Let it only call the model."
+            f"The loss of a pipeline asks for {name!r} of the model, but a rank has only a part of "
+            "the model. Let the loss only call it."
         )
 
     def __getitem__(self, key: object) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for [{key!r}] of the model, of which a rank has a part. "
-            "Let it only call the model."
+            f"The loss of a pipeline asks for [{key!r}] of the model, but a rank has only a part "
+            "of the model. Let the loss only call it."
         )
 
 

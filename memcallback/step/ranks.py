@@ -88,7 +88,7 @@ class Ranks:
         mesh: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        self.world_size = whole_number("world_size", world_size, "It is how many ranks there are.")
+        self.world_size = whole_number("world_size", world_size, "It is the number of ranks.")
         self.rank = whole_number(
             "rank", rank, f"Ranks are counted from 0 to {world_size - 1}.", least=0
         )
@@ -99,7 +99,7 @@ class Ranks:
             )
         self.mesh = {"dp": self.world_size} if mesh is None else dict(mesh)
         mesh_size = math.prod(
-            whole_number(f"mesh[{name!r}]", size, "It is how many ranks a dimension has.")
+            whole_number(f"mesh[{name!r}]", size, "It is the number of ranks along a dimension.")
             for name, size in self.mesh.items()
         )
         if mesh_size != self.world_size:
@@ -193,8 +193,8 @@ class Ranks:
         """
         if self.strategy == "pipeline" and (needed := newer_torch_needed()):
             raise PipelineError(
-                f"A pipeline is made with PyTorch {needed} or later, and this is "
-                f"{torch.__version__}. Install a later one."
+                f"A pipeline needs PyTorch {needed} or later, and this is {torch.__version__}. "
+                "Install a later one."
             )
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -261,7 +261,7 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
     if strategy == "pipeline":
         if "n_microbatches" not in options:
             raise TypeError(
-                "strategy 'pipeline' needs n_microbatches=..., into how many parts a batch is cut."
+                "strategy 'pipeline' needs n_microbatches=..., the number of parts of a batch."
             )
         check_options(**options)
 

@@ -115,7 +115,7 @@ class TrainingStep(Step):
         self.accumulate = whole_number(
             "accumulate",
             accumulate,
-            "It is how many batches there are for one update, 1 by default.",
+            "It is the number of batches for one update, 1 by default.",
         )
         if len(self.losses) > 1:
             _check_several_losses(len(self.losses), optimizer, self.accumulate)

@@ -18,24 +18,29 @@ from memcallback.step.step import Step
 #: The newest PyTorch whose rules were read in its source or its machine code.
 _NEWEST_TORCH = (2, 13)
 _UNKNOWN_WORKSPACES = (
-    "Convolution workspaces are estimates: cuDNN's own answers need it installed "
-    "(pip install nvidia-cudnn-cu12) and benchmark mode off."
+    "Convolution workspaces are estimates. For cuDNN's own values install it (pip install "
+    "nvidia-cudnn-cu12) and turn benchmark mode off."
 )
 _NO_DRIVER = (
-    "cuDNN was asked for convolution workspaces without a CUDA driver, where it passes over some "
+    "Convolution workspaces are those that cuDNN names without a CUDA driver. It then skips some "
     "of its engines (seen with depthwise convolutions in half precision)."
 )
+_RECURRENT = (
+    "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "
+    "keeps for the backward pass, is an estimate: NVIDIA does not publish the sizes. The step may "
+    "need more or less."
+)
 _FUSED = (
-    "A device may run nn.TransformerEncoderLayer in evaluation mode as one fused operator, which "
-    "needs less: it is predicted as separate ones."
+    "nn.TransformerEncoderLayer in evaluation mode is predicted as separate operators. A device "
+    "may run it as one fused operator, which needs less."
 )
 _COMPILED = (
     "A compiled module was traced as it would run without compilation, which mostly needs more "
     "memory."
 )
 _NOT_COMPILED = (
-    "Compiled code was traced as it would run without compilation, which may need more memory or "
-    "less, because what Inductor generates could not be traced: {}"
+    "Compiled code was traced as it would run without compilation, which may need more or less "
+    "memory. What Inductor generates could not be traced: {}"
 )
 
 
@@ -45,7 +50,7 @@ def not_compiled(said: tuple[str, ...], error: PredictionError) -> tuple[str, ..
 
 
 def caveats(
-    step: Step, calls: tuple[KernelCall, ...], *, is_compilation_told: bool
+    step: Step, calls: tuple[KernelCall, ...], *, on_card: bool, is_compilation_told: bool
 ) -> Iterator[str]:
     """What to know of a traced step, without its compiled code where that was told of."""
     if torch_version() > _NEWEST_TORCH:
@@ -72,11 +77,13 @@ def caveats(
     if isinstance(step, InferenceStep) and (window := step.window_within()):
         yield (
             f"The sliding window of {window} tokens is assumed not to fill while tokens are "
-            "generated: from there on less is needed."
+            "generated. Once it is full, less memory is needed."
         )
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: collectives are assumed to take no time."
+    if on_card and any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
+        yield _RECURRENT
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():
             yield _UNKNOWN_WORKSPACES

@@ -35,8 +35,8 @@ def grown(traced: TracedStep, parts: Sequence[Repeated], cuts: Sequence[int]) ->
         growths[number] = thin = growth.thinned(most)
         if thin is not growth:
             caveats.append(
-                f"{thin.num_written:,} of {thin.num_all:,} repetitions were followed in the "
-                "allocator, the last ones among them."
+                f"To save time, {thin.num_written:,} of {thin.num_all:,} repetitions were replayed "
+                "in the allocator, the last ones among them."
             )
     return replace(traced, growths=tuple(growths), caveats=tuple(dict.fromkeys(caveats)))
 

@@ -16,6 +16,8 @@ from memcallback.core.allocation_trace import (
     ModuleMark,
     PhaseEnd,
     PhaseStart,
+    StepEnd,
+    StepStart,
 )
 from memcallback.core.kernel import (
     FIRST_TEMPORARY,
@@ -426,7 +428,7 @@ def event_text(events: Sequence[Event], position: int) -> str:
         return "nothing"
     event = events[position]
     if not isinstance(event, (Alloc, Free)):
-        return str(event)
+        return _mark_text(event)
     alloc = next(each for each in events if isinstance(each, Alloc) and each.id == event.id)
     marks = (mark for mark in events[:position][::-1] if isinstance(mark, (PhaseStart, PhaseEnd)))
     mark = next(marks, None)
@@ -435,6 +437,13 @@ def event_text(events: Sequence[Event], position: int) -> str:
     if isinstance(event, Alloc):
         return f"{where} with {event.size_bytes} bytes"
     return f"the freeing of {where}"
+
+
+def _mark_text(mark: PhaseStart | PhaseEnd | StepStart | StepEnd) -> str:
+    end = "start" if isinstance(mark, (PhaseStart, StepStart)) else "end"
+    if isinstance(mark, (StepStart, StepEnd)):
+        return f"the {end} of a step"
+    return f"the {end} of phase {mark.phase.label!r}"
 
 
 def _of_module(module: str) -> str:

@@ -19,7 +19,7 @@ from memcallback.core.types import Stage
 from memcallback.cuda.decompositions.registry import registered
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.devices.catalogue import DeviceSpec
-from memcallback.step.beside import device_attributes
+from memcallback.step.beside import plain_tensors
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import (
     contents_of,
@@ -83,7 +83,7 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The step's {} cannot be predicted from the first of them: {}. Give at most {}, which are all "
+    "The step's {} cannot be predicted from the first ones: {}. Give at most {}: so many are all "
     "traced."
 )
 #: Patches must be undone in the reverse order.
@@ -145,7 +145,7 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
     """Trace a rank, and first as much of others as it takes to know what they send it."""
     if needed := newer_torch_needed():
         raise PredictionError(
-            f"A rank of a job is predicted with PyTorch {needed} or later, and this is "
+            f"Predicting a rank of a job needs PyTorch {needed} or later, and this is "
             f"{torch.__version__}. Install a later one, or leave ranks out for one device."
         )
 
@@ -262,7 +262,11 @@ class _Tracer:
             else []
         )
         beside = step.beside()
-        attributes = device_attributes(step.model) if mode.spec else {}
+        # By where they are: on the host, or on the device.
+        attributes = {
+            is_host: plain_tensors(step.model, on_host=is_host) if mode.spec else {}
+            for is_host in (True, False)
+        }
         (
             self._model,
             self._batches,
@@ -321,9 +325,10 @@ class _Tracer:
             self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
         else:
             self._parallelize(self._ranks)
-        while self._attributes:  # and not kept: the model may replace them
-            name, tensors = self._attributes.popitem()
-            self.marks.add_beside(name, tensors, is_host=False)
+        for is_host, attributes in self._attributes.items():
+            while attributes:  # and not kept: the model may replace them
+                name, tensors = attributes.popitem()
+                self.marks.add_beside(name, tensors, is_host=is_host)
         for name, it in self._beside.items():
             add = self.marks.add_beside if name in step.also else self.marks.add_when_it_runs
             add(name, it, is_host=self._is_beside_on_host[name])
@@ -411,7 +416,12 @@ class _Tracer:
             batch_size=batch_size,
             calls=ledger.calls,
             caveats=(
-                *caveats(request.step, ledger.calls, is_compilation_told=is_compilation_told),
+                *caveats(
+                    request.step,
+                    ledger.calls,
+                    on_card=request.device is not None,
+                    is_compilation_told=is_compilation_told,
+                ),
                 *self._mode.assumed,
             ),
             num_flops=self._num_flops[-1] - self._num_flops[-2],
@@ -436,8 +446,8 @@ class _Tracer:
         if isinstance(parallel, Pipeline):
             if step.lightning is not None:
                 raise PipelineError(
-                    "A LightningModule is not run in a pipeline, for which Lightning has no "
-                    "strategy. Give the step of the module in it: "
+                    "A LightningModule cannot run in a pipeline: Lightning has no strategy for "
+                    "that. Give the step of the module in it: "
                     "TrainingStep(model, batch, loss=...)."
                 )
             self._model, self._num_parts = parallel.named, parallel.num_microbatches

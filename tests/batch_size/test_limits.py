@@ -75,7 +75,7 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert of_each["H100"].largest < of_each["A100"].largest  # or the test shows nothing
     assert advice.largest == of_each["H100"].largest
     assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
-    assert "kept free, with the architecture of NVIDIA H100 80GB HBM3." in advice.sentence()
+    assert "kept free. The architecture of NVIDIA H100 80GB HBM3 was assumed." in advice.sentence()
     assert (
         f"{of_each['A100'].largest} would fit with the architecture of NVIDIA A100-SXM4-80GB."
     ) in advice.caveats

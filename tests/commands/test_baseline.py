@@ -100,7 +100,7 @@ def test_a_baseline_of_another_question_is_refused(options, difference, predict,
     base()
     code, out, err = predict("--baseline", "base.json", *options)
     assert (code, out) == (2, "")
-    assert f"--baseline 'base.json' is of another question: {difference} Ask the same" in err
+    assert f"--baseline 'base.json' cannot be compared: {difference} Predict with the same" in err
 
 
 def test_a_tolerance_without_a_baseline_is_refused(predict):

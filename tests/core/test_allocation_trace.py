@@ -107,11 +107,11 @@ def test_json_says_what_it_is():
         ),
         (
             (Alloc(3, 512), Alloc(3, 512)),
-            "event 1 allocates 3 again; a number belongs to one allocation: number them on",
+            "event 1 allocates 3 again; a number belongs to one allocation: give each its own",
         ),
         (
             (Alloc(3, 512), Free(3), Alloc(3, 512)),
-            "event 2 allocates 3 again; a number belongs to one allocation: number them on",
+            "event 2 allocates 3 again; a number belongs to one allocation: give each its own",
         ),
         (
             (PhaseStart(Phase.FORWARD),),

@@ -102,7 +102,7 @@ def test_less_than_the_headroom_is_told(reserved, is_told):
     )
     assert [one.sign for one in found] == [Sign.HEADROOM] * is_told
     if is_told:
-        assert "At the peak of step 4 1024.00 MiB of 24.00 GiB (4.2 %) are left" in str(found[0])
+        assert "At the peak of step 4, 1024.00 MiB of 24.00 GiB (4.2 %) are left" in str(found[0])
         assert "5 % should stay free" in str(found[0])
 
 

@@ -39,7 +39,7 @@ REPORT = OutOfMemoryReport(
     by_category=(
         ("parameters", 44 * MiB),
         ("gradients", 0),
-        ("allocated, of no known tensor", 3 * MiB),
+        ("allocated, no tensor found", 3 * MiB),
     ),
     tensors=(
         OomTensor(

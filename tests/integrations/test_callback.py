@@ -1240,7 +1240,7 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
     with (
         pytest.warns(
             MemoryWarning,
-            match=r"parameters are on 2 devices \(cpu, meta\); memory of cpu alone is recorded",
+            match=r"parameters are on 2 devices \(cpu, meta\); only the memory of cpu is recorded",
         ),
         pytest.warns(
             MemoryWarning,

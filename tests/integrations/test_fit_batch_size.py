@@ -858,8 +858,8 @@ def given(**options):
     [
         (
             {"module": HardCoded()},
-            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+: "
-            r"it does not use it",
+            r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+, "
+            r"so it does not use the attribute",
         ),
         (
             {"module": training.Automatic()},

@@ -119,19 +119,18 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     )
     text = found.to_text()
     assert " ".join(text.split()).startswith(
-        "Batch size 1100 (it was 32) is the largest found to fit Tesla T4: run for 3 optimizer "
+        "Batch size 1,100 (it was 32) is the largest found to fit Tesla T4. It ran for 3 optimizer "
         "updates and validation within 1000.00 MiB (1.56 GiB less 2.5 %, half of the headroom, "
         "and 512.00 MiB outside the allocator)."
     )
     assert (
-        "Batch size 1234 ran out of memory, and the error was caught: 617 was tried next." in text
+        "Batch size 1,234 ran out of memory, and the error was caught: 617 was tried next." in text
     )
-    assert "Batch size 617 took 500.00 MiB and left room: 1100 was tried next." in text
+    assert "Batch size 617 took 500.00 MiB and left room: 1,100 was tried next." in text
     assert text.endswith("A note.\n")
     assert found.num_ooms == 1
-    assert [
-        row.split()[0] for row in text.splitlines() if row.split()[:1] and row.split()[0].isdigit()
-    ] == ["1234", "617", "1100"]
+    firsts = [row.split()[0] for row in text.splitlines() if row.split()]
+    assert [first for first in firsts if first[0].isdigit()] == ["1,234", "617", "1,100"]
 
 
 def test_the_data_has_every_trial():
@@ -141,8 +140,8 @@ def test_the_data_has_every_trial():
     assert "headroom" not in found
     assert [one["fits"] for one in found["trials"]] == [False, True]
     assert found["corrections"] == [
-        "Batch size 1234 took 1010.00 MiB (900.00 MiB were predicted), more than the 1000.00 MiB "
-        "that may be used: 1190 was tried next."
+        "Batch size 1,234 took 1010.00 MiB (900.00 MiB were predicted), more than the 1000.00 MiB "
+        "that may be used: 1,190 was tried next."
     ]
 
 

@@ -71,7 +71,7 @@ def test_a_step_above_its_budget_fails_with_the_size_and_the_tables(outcome):
     )
     peak, more = map(float, re.search(first, text).groups())
     assert peak - more == 10
-    assert "Memory of one training step (batch size 1024) on NVIDIA L4" in text
+    assert "Memory of one training step (batch size 1,024) on NVIDIA L4" in text
     assert "Live at the peak" in text
     assert "Traceback" not in text
 

@@ -228,6 +228,13 @@ def test_expandable_segments_grow_by_pages_and_leave_no_slivers():
     assert allocator.allocate(20 * MiB).address == first.address
 
 
+def test_without_a_capacity_an_expandable_segment_grows_to_any_size():
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
+    for _ in range(2):
+        allocator.allocate(200_000 * 20 * MiB)
+    assert allocator.stats().reserved_bytes == 400_000 * 20 * MiB
+
+
 def test_a_full_device_is_asked_again_after_the_cache_is_given_back():
     allocator = CachingAllocator(capacity_bytes=50 * MiB)
     allocator.free(allocator.allocate(30 * MiB))

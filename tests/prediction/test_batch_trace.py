@@ -177,6 +177,17 @@ def test_where_the_program_takes_another_path_the_first_event_is_named(second, m
         BatchTrace.fit(step(2, 100, 200), second)
 
 
+def test_a_phase_that_ends_earlier_at_another_batch_size_is_named_in_words():
+    more = Alloc(20_000, 8, 0, Category.ACTIVATION, "aten::mul")
+    longer = traced_step(3, num_steps=1, extra=[more])
+    message = (
+        "it has the end of phase 'forward' at batch size 2, where it has aten::mul in the root "
+        "module (forward) with 8 bytes at batch size 3"
+    )
+    with pytest.raises(BatchDependentPath, match=re.escape(message)):
+        BatchTrace.fit(traced_step(2, num_steps=1), longer)
+
+
 def test_rules_of_different_constants_are_another_path():
     with pytest.raises(BatchDependentPath, match="something else at another batch size"):
         BatchTrace.fit(tiled(2), tiled(3, tile_bytes=10))

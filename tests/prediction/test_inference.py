@@ -160,7 +160,7 @@ def test_the_batch_of_the_training_stays_as_it_is():
 def test_the_text_speaks_of_a_forward_pass_alone():
     prediction = mc.predict(mc.InferenceStep(Doubles(), batch()), device="24GiB", isolate=False)
     text = str(prediction)
-    assert "Memory of one inference step (batch size 1024)" in text
+    assert "Memory of one inference step (batch size 1,024)" in text
     assert "backward" not in text
     assert "optimizer" not in text
     assert set(prediction.step.phases) == {mc.Phase.FORWARD}

@@ -234,7 +234,7 @@ def test_what_was_measured_more_is_added_to_every_batch_size():
         capacity_bytes=predicted.capacity_bytes,
         outside_bytes=0,
     )
-    assert "raised by 20.00 MiB, which the measured step needs more" in shifted.sentence()
+    assert "raised by 20.00 MiB, because the measured step needs more" in shifted.sentence()
 
 
 def test_a_trace_of_one_batch_size_leaves_the_advice_to_the_measured_step():
@@ -290,7 +290,7 @@ def test_equal_batch_sizes_are_said_once():
     equal = host_prediction(1, 1 + int(needed / 0.95))
     assert equal.limit == equal.largest_batch_size == 3
     assert equal.verdict()[1].startswith(
-        "Largest batch size: 3, with 5 % kept free or with nothing. A larger batch"
+        "Largest batch size: 3, with or without 5 % kept free. A larger batch"
     )
     assert equal.to_dict()["largest_batch_size"] == equal.to_dict()["limit_batch_size"] == 3
 
@@ -299,7 +299,7 @@ def test_where_no_sample_fits_that_is_said_in_words():
     needed = host_prediction(1).peak_allocated_bytes
     prediction = host_prediction(1, needed - 1)
     assert prediction.limit == 0
-    assert prediction.verdict()[1:] == ("Not even one sample fits.",)
+    assert prediction.verdict()[2:] == ("Not even one sample fits.",)
 
 
 def test_the_verdict_comes_before_the_tables():
@@ -312,22 +312,23 @@ def test_the_verdict_comes_before_the_tables():
 
 
 def test_the_words_about_a_cpu():
-    assert host_prediction(capacity_bytes=800 * MiB).verdict() == (
-        "Fits. The CPU has 800.00 MiB.",
-        f"Largest batch size: {host_prediction(capacity_bytes=800 * MiB).largest_batch_size} with "
-        f"5 % kept free, {host_prediction(capacity_bytes=800 * MiB).limit} with nothing kept free. "
+    fits = host_prediction(capacity_bytes=800 * MiB)
+    assert fits.verdict() == (
+        "Fits. Peak 48.0 MiB allocated in backward; the CPU has 800 MiB.",
+        f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
+        f"free: {fits.limit}. "
         "A larger batch is assumed to need no less memory.",
     )
-    assert (
-        host_prediction(capacity_bytes=3 * MiB)
-        .verdict()[0]
-        .startswith("Does not fit: out of memory in step 1, an allocation")
-    )
+    too_small = host_prediction(capacity_bytes=3 * MiB).verdict()
+    assert too_small[0].startswith("Does not fit. Peak ")
+    assert too_small[1].startswith("Out of memory in step 1, an allocation")
     single = host_prediction(2, GiB, trace=BatchTrace.single(traced_step(2)))
     assert (
-        single.verdict()[1] == "The largest batch size is unknown: only this batch size was traced."
+        single.verdict()[1]
+        == "The largest batch size is unknown: only this batch size was traced. "
+        "suggest_batch_size traces others."
     )
-    assert host_prediction().verdict() == (
+    assert host_prediction().verdict()[1:] == (
         "Whether it fits is unknown: the capacity of the CPU was not given.",
     )
     assert len(host_prediction().caveats) == 1

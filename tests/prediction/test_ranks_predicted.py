@@ -200,11 +200,11 @@ def test_dtensors_of_a_trace_say_nothing_of_those_that_are_trained(tmp_path):
 def test_an_older_pytorch_is_told(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1")
     with pytest.raises(
-        mc.PredictionError, match=r"with PyTorch 2\.11 or later, and this is 2\.10\.1"
+        mc.PredictionError, match=r"needs PyTorch 2\.11 or later, and this is 2\.10\.1"
     ):
         mc.predict(step(mc.Ranks(2)), device="24GiB")
     with pytest.raises(
-        ValueError, match=r"A pipeline is made with PyTorch 2\.11 or later, and this is 2\.10\.1"
+        ValueError, match=r"A pipeline needs PyTorch 2\.11 or later, and this is 2\.10\.1"
     ):
         mc.Ranks(2, "pipeline", n_microbatches=2).parallelize(network(2), "cpu")
 

@@ -5,17 +5,18 @@ from hand_made import prediction as traced
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
+from memcallback.core.units import brief_bytes
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report
 from memcallback.report.training_page import training_page
 
 
-def made(advice=None, **options):
+def made(advice=None, *, batch_sizes=(16, 16, 16), **options):
     predicted = traced(16)
     measured = predicted.step
     history = PeakHistory()
-    for number in range(3):
-        history.add(measured, number)
+    for number, batch_size in enumerate(batch_sizes):
+        history.add(traced(batch_size).step, number)
     report = Report(
         measured=measured,
         prediction=predicted,
@@ -31,6 +32,19 @@ def test_a_healthy_training_begins_with_its_peak_and_is_good():
     assert page.verdict[0].startswith("Measured peak: ")
     assert page.is_good
     assert page.sections[0].title == "One training step"
+
+
+def test_the_largest_step_of_the_run_is_told_beside_a_smaller_one():
+    assert "Largest of the run" not in made().verdict[0]
+    largest = traced(64).step
+    assert (
+        made(batch_sizes=[16, 64, 16, 32])
+        .verdict[0]
+        .endswith(
+            f". Largest of the run: {brief_bytes(largest.peak_reserved_bytes)} reserved "
+            f"({brief_bytes(largest.peak_allocated_bytes)} allocated), in step 1."
+        )
+    )
 
 
 def test_a_warning_comes_first_once_with_the_peaks_of_all_steps():

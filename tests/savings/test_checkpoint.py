@@ -390,8 +390,8 @@ def test_a_container_that_begins_in_place_leaves_the_same_bits(layers):
         ),
         (
             {"name": "layer2", "segments": 5},
-            r"segments=5 for 'layer2', whose number of layers is 4: .* at least 1 and at most as "
-            r"many\. Leave it out",
+            r"segments=5 for 'layer2' must be at least 1 and at most 4, the number of "
+            r"layers\. Leave it out",
         ),
         ({"name": "layer2", "segments": 0}, "segments=0 for 'layer2'"),
         (

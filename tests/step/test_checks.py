@@ -134,12 +134,12 @@ def scaled(model, batch, scale):
         (
             {"accumulate": 0},
             ValueError,
-            "accumulate must be at least 1, got 0. It is how many batches",
+            "accumulate must be at least 1, got 0. It is the number of batches",
         ),
         (
             {"accumulate": 1.5},
             TypeError,
-            "accumulate must be a whole number, got 1.5. It is how many batches",
+            "accumulate must be a whole number, got 1.5. It is the number of batches",
         ),
         ({"accumulate": True}, TypeError, "accumulate must be a whole number, got True."),
         ({"accumulate": None}, TypeError, "accumulate must be a whole number, got None."),

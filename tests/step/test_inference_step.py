@@ -26,7 +26,7 @@ def model_and_batch():
         (
             {"after": mc.TrainingStep(*model_and_batch())},
             ValueError,
-            r"after trains another model, a Linear, than the one that runs",
+            r"after trains a Linear, and this step runs another model, a Linear",
         ),
     ],
 )

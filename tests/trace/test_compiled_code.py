@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import memcallback as mc
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-CAVEAT = "Compiled code ran as it would without compilation, which may need more memory or less: "
+CAVEAT = "Compiled code ran as it would without compilation, which may need more or less memory: "
 
 
 def caveats(loss, optimizer=torch.optim.AdamW, device="NVIDIA L4"):

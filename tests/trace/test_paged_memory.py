@@ -63,7 +63,7 @@ def test_it_is_outside_of_the_allocator_and_a_caveat_says_so(functional):
     assert paged.step.windows[-1].end.by_category[mc.Category.OPTIMIZER_STATE] == 0
     without_state = predicted(lambda parameters: torch.optim.SGD(parameters, foreach=False))
     assert paged.peak_allocated_bytes == without_state.peak_allocated_bytes
-    said = "Paged optimizer state is in unified memory"
+    said = "Paged optimizer state is not counted"
     assert [said in " ".join(one.caveats) for one in (paged, without_state)] == [True, False]
     # It is as it was.
     with pytest.raises(RuntimeError, match="CPU-only"):

@@ -227,6 +227,7 @@ PROGRAMS = {
         {"loss": distinct_values},
     ),
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
+    "positions-on-the-host": lambda: (Positions(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),
         torch.zeros(4, 512, 512),
@@ -249,6 +250,20 @@ class Groups(nn.Module):
     def forward(self, x):
         y = self.features(x) @ self.groups * self.masks[0]
         return y @ self.on_host.to(y.device)
+
+
+class Positions(nn.Module):
+    """Has a table on the host, of which each forward pass takes a copy, as VideoMAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(512, 512)
+        self.positions = torch.ones(64, 512)
+
+    def forward(self, x):
+        y = self.features(x)
+        y = y + self.positions.detach().type_as(y).to(device=y.device, copy=True)
+        return y * self.positions[:32].repeat(2, 1).to(y.device)
 
 
 def reduced_by_index(model, batch):
@@ -313,3 +328,18 @@ def test_outputs_that_a_loop_keeps_are_there_until_the_next_ones_have_come():
     (*_, measured) = record_on_device(model, batch, loss_of, torch.optim.AdamW)
     kept.clear()
     assert figures(predicted) == figures(measured)
+
+
+def test_attention_is_predicted_for_a_card_that_this_pytorch_no_longer_supports(monkeypatch):
+    # As in a process that has not asked for cuDNN's version: PyTorch refuses it for old cards.
+    monkeypatch.setattr(torch.backends.cudnn, "__cudnn_version", None)
+    step = mc.TrainingStep(
+        nn.TransformerEncoderLayer(64, 4, batch_first=True),
+        torch.zeros(4, 16, 64),
+        loss=lambda model, batch: model(batch).mean(),
+    )
+    peaks = [
+        mc.predict(step, device=card).peak_allocated_bytes
+        for card in ("Tesla V100-SXM2-16GB", "Tesla T4")
+    ]
+    assert 0.5 < peaks[0] / peaks[1] < 2

@@ -132,10 +132,11 @@ def _prefers_cudnn(device: DeviceSpec) -> bool:
     # check_prefer_cudnn_attention; CUDA 13 builds of PyTorch after 2.13 take every minor version
     major, minor = device.compute_capability
     wanted = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-    return wanted and _cudnn_version() > 91500 and major in (9, 10) and minor in (0, 3)
+    return wanted and major in (9, 10) and minor in (0, 3) and _cudnn_version() > 91500
 
 
 def _cudnn_version() -> int:
+    """The version of cuDNN; ask for a card that it supports alone: PyTorch refuses others."""
     if not torch.backends.cuda.is_built():
         return _CUDNN_VERSION
     version: int | None = torch.backends.cudnn.version()
@@ -219,15 +220,15 @@ def _cudnn(call: AttentionCall, device: DeviceSpec) -> bool:
     # can_use_cudnn_attention
     return (
         torch.backends.cuda.cudnn_sdp_enabled()
+        and (8, 0) <= device.compute_capability <= (12, 1)
         and not (call.dropout_p > 0.0 and 91100 < _cudnn_version() < 91400)
         and _four_dimensions(call)
         and not (
             torch.are_deterministic_algorithms_enabled()
             and not torch.is_deterministic_algorithms_warn_only_enabled()
         )
-        and _one_dtype(call, _HALVES if device.compute_capability >= (8, 0) else (torch.float16,))
+        and _one_dtype(call, _HALVES)
         and _mask_shape_fits(call)
-        and (8, 0) <= device.compute_capability <= (12, 1)
         # check_cudnn_dropout: since 2.12, https://github.com/pytorch/pytorch/pull/174245
         and (torch_version() < (2, 12) or (call.dropout_p * 16).is_integer())
         and _lengths_above_zero(call)

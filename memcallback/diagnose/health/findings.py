@@ -191,7 +191,7 @@ class Health:
         return Finding(
             sign=Sign.HEADROOM,
             value=(
-                f"At the peak of step {number} {format_bytes(left)} of {format_bytes(capacity)} "
+                f"At the peak of step {number}, {format_bytes(left)} of {format_bytes(capacity)} "
                 f"({100 * left / capacity:.1f} %) are left on {step.device_name}."
             ),
             rule=(

@@ -254,7 +254,7 @@ def _predicted_peak(
     try:
         prediction = at_failed_size(prediction, batch_size, state)
     except ValueError:
-        return None, (f"There is no prediction for batch size {batch_size}.",)
+        return None, (f"There is no prediction for batch size {batch_size:,}.",)
     peak = PredictedPeak(
         peak_allocated_bytes=prediction.peak_allocated_bytes,
         peak_reserved_bytes=prediction.peak_reserved_bytes,
@@ -284,7 +284,7 @@ def _by_category(
             yield name, sums[category]
     if allocated_bytes is not None:
         # Rounding, workspaces, temporaries of the operator, gradients still inside autograd.
-        yield "allocated, of no known tensor", max(0, allocated_bytes - sum(sums.values()))
+        yield "allocated, no tensor found", max(0, allocated_bytes - sum(sums.values()))
 
 
 def _tensors_of_batch(batch: object) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -98,7 +98,7 @@ class OomMemoryState:
             ("reserved", self.reserved_bytes),
             ("reserved but unallocated", self.unallocated_bytes),
             ("non-PyTorch", self.non_pytorch_bytes),
-            ("of that other processes", self.other_processes_bytes),
+            ("  by other processes", self.other_processes_bytes),
             ("resident", self.resident_bytes),
         )
         return [(name, size_bytes) for name, size_bytes in named if size_bytes is not None]

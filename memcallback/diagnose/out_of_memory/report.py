@@ -90,7 +90,7 @@ class OutOfMemoryReport(Printable):
             f"in the {place.phase}" if place.phase else "",
             f"of step {place.step}" if place.step is not None else "",
         ]
-        batch = f" (batch size {self.batch_size})" if self.batch_size is not None else ""
+        batch = f" (batch size {self.batch_size:,})" if self.batch_size is not None else ""
         rank = "" if self.rank is None else f", on rank {self.rank}"
         return (
             f"Out of memory on {self.device_name} {' '.join(filter(None, where))}".rstrip()
@@ -246,7 +246,7 @@ class OutOfMemoryReport(Printable):
         )
         columns = ("saving", "peak allocated", "saved", "fits")
         return Table(
-            title=f"What would help, predicted for {self.batch_size} samples an update",
+            title=f"What would help, predicted for {self.batch_size:,} samples an update",
             columns=columns,
             rows=cells,
         )

@@ -13,7 +13,8 @@ from memcallback.core.units import GiB, round_up
 from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice, by_address
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: The capacity that is assumed for addresses if it is unlimited: more than any card has.
+#: The capacity that is assumed for addresses if it is unlimited: more than any card has. Only a
+#: request that is larger still, as a search for the largest batch size makes, gets more.
 _UNKNOWN_CAPACITY_BYTES = 1024 * GiB
 
 
@@ -97,7 +98,7 @@ class ExpandablePool(Pool):
 
         `try_allocate_expandable_block` in PyTorch.
         """
-        block = self._find(block_bytes) or self._new_segment(device)
+        block = self._find(block_bytes) or self._new_segment(block_bytes, device)
         if not block.is_mapped:
             mapped = self._map(block, min(block.size_bytes, block_bytes), device)
             if mapped is None:
@@ -151,11 +152,11 @@ class ExpandablePool(Pool):
                 return first
         return None
 
-    def _new_segment(self, device: SimulatedDevice) -> Block:
+    def _new_segment(self, block_bytes: int, device: SimulatedDevice) -> Block:
         """A segment of 1 1/8 of the device's memory, as one unmapped block."""
-        capacity_bytes = (
-            _UNKNOWN_CAPACITY_BYTES if device.capacity_bytes is None else device.capacity_bytes
-        )
+        capacity_bytes = device.capacity_bytes
+        if capacity_bytes is None:
+            capacity_bytes = max(_UNKNOWN_CAPACITY_BYTES, block_bytes)
         size_bytes = max(
             round_up(capacity_bytes + capacity_bytes // 8, self._page_bytes), self._page_bytes
         )

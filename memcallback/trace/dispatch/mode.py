@@ -77,8 +77,8 @@ _OUTPUTS = OutputCache()
 
 _MIXED = (
     "{} takes a matrix on the host and one on the device, which a device refuses. The one on the "
-    "host was not counted: move it in the step, or if it is on the device by then, name the module "
-    "that has it: TrainingStep(..., also=[...])."
+    "host was not counted. Move it to the device in the step. If it is there before the step, "
+    "name the module that has it: TrainingStep(..., also=[...])."
 )
 
 

@@ -102,8 +102,8 @@ class Inference:
         name = "_has_unfinished_sequences"
         if not hasattr(self.model, name):
             raise PredictionError(
-                f"{type(self.model).__name__}.generate() has no {name}, by which transformers goes "
-                "from token to token. Install a version that memcallback is tested with, or give "
+                f"{type(self.model).__name__}.generate() has no {name}, which transformers calls "
+                "for each token. Install a version that memcallback is tested with, or give "
                 "forward=... with a loop of your own."
             )
         left = num_to_trace(num_tokens, self.period)

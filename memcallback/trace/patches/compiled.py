@@ -21,7 +21,7 @@ from memcallback.trace.patches.patching import Patch
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _OWN = os.path.dirname(memcallback.__file__) + os.sep
 _AS_EAGER = (
-    "Compiled code ran as it would without compilation, which may need more memory or less: {}."
+    "Compiled code ran as it would without compilation, which may need more or less memory: {}."
 )
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card, in a "
@@ -35,7 +35,7 @@ _CUDA_GRAPHS = (
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
-    "cuBLAS; others may need more memory or less."
+    "cuBLAS; others may need more or less memory."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)

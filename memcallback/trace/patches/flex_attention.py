@@ -21,8 +21,9 @@ from memcallback.trace.patches.patching import Patch
 
 _MODULE = "torch.nn.attention.flex_attention"
 _AS_COMPILED = (
-    "flex_attention is predicted as torch.compile runs it, from PyTorch's sources and not compared "
-    "with a recording: without torch.compile, it also holds the scores of all queries and keys"
+    "flex_attention is predicted as torch.compile runs it; without torch.compile it also holds the "
+    "scores of all queries and keys. The prediction follows PyTorch's sources, and was not "
+    "compared with a recording."
 )
 
 

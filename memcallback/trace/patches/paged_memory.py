@@ -12,8 +12,8 @@ from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
 
 _NOT_COUNTED = (
-    "Paged optimizer state is in unified memory, outside PyTorch's allocator, and is not counted: "
-    "it moves to the device for an update, and back where the device is full."
+    "Paged optimizer state is not counted. It is in unified memory, outside PyTorch's allocator: "
+    "it moves to the device for an update, and back if the device is full."
 )
 
 

@@ -116,7 +116,7 @@ def _global_rank(group: Any, rank: int | None, group_rank: int | None) -> int:
     if rank is not None:
         return rank
     if group_rank is None:
-        raise NotImplementedError("objects from whichever rank comes first: say from which")
+        raise NotImplementedError("receiving from any rank is not supported: name the sender")
     whole: Any = group or dist.group.WORLD
     return dist.get_global_rank(whole, group_rank)
 

@@ -38,9 +38,9 @@ class Refusals:
         error = ValueError(
             f"The step takes items from {label}, {what}{f', at {line}' if line else ''}. Python "
             "cannot wind it back after a trial, so training would miss them, and no trial runs. "
-            "Hold a class of your own with a position and __next__ instead, whose attributes are "
-            "restored; give a second loader to the Trainer (CombinedLoader); or leave out "
-            "fit_batch_size, and set the size that memcallback.suggest_batch_size gives."
+            "Write an iterator class that keeps its position in an attribute, which is restored; "
+            "give a second loader to the Trainer (CombinedLoader); or leave out fit_batch_size, "
+            "and set the size that memcallback.suggest_batch_size gives."
         )
         self._first = self._first or error
         return error
@@ -65,8 +65,8 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         # No refusal: PyTorch and Lightning only look for some names.
         raise AttributeError(
-            f"{self._label}, {self._what}, cannot be wound back after a trial, so a trial has no "
-            f"{name} of it."
+            f"{self._label}, {self._what}, cannot be wound back after a trial, so its {name} is "
+            "not available in a trial."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:

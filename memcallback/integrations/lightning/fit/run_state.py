@@ -343,8 +343,8 @@ class RunState:
             raise ValueError(
                 f"No trial is run: {found.label} holds {format_bytes(num_bytes)}, and this "
                 "machine has too little free memory to keep a copy of all that a trial may change. "
-                "Data that only a Dataset holds (self.images = images) are not copied, nor is an "
-                "array that cannot be written (images.flags.writeable = False)."
+                "Let only a Dataset hold large data (self.images = images), or make the array "
+                "read-only (images.flags.writeable = False): neither is copied."
             )
 
 

@@ -262,7 +262,7 @@ class FitSearch:
 
     def _try(self, size: int, folder: str) -> tuple[bool, int | None]:
         """Run a size; return whether all ranks fit, and the largest size now expected to fit."""
-        self._say(f"Trying batch size {size}.")
+        self._say(f"Trying batch size {size:,}.")
         outcome = self._run(size, folder)
         trial = Trial(
             batch_size=size,
@@ -284,7 +284,7 @@ class FitSearch:
             raise outcome.error
         if status == _FAILED:
             raise RuntimeError(
-                f"The trial of batch size {size} failed on another rank; see that rank's error."
+                f"The trial of batch size {size:,} failed on another rank; see that rank's error."
             )
         self._trials.append(trial)
         return status == _FITS, None if expected == _UNKNOWN else expected

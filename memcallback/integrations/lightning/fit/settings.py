@@ -51,10 +51,10 @@ class FitSettings:
             "The first update starts without optimizer state and gradients. Leave it out for 3.",
             least=2,
         )
-        whole_number("multiple_of", self.multiple_of, "1 is for any batch size.")
+        whole_number("multiple_of", self.multiple_of, "Give 1 for any batch size.")
         if self.max_batch_size is not None:
             whole_number(
-                "max_batch_size", self.max_batch_size, "Leave it out for no limit but the data's."
+                "max_batch_size", self.max_batch_size, "Leave it out if only the data limit it."
             )
 
 
@@ -170,8 +170,8 @@ def notes_on_callbacks(trainer: Any) -> tuple[str, ...]:
         return ()
     return (
         f"{names} may make later steps take much more memory than the trials, which run only the "
-        "first ones. Leave a larger headroom, or search with a Trainer and a module as they will "
-        "be by then.",
+        "first ones. Leave a larger headroom, or search with Trainer and module as they will be "
+        "later.",
     )
 
 

@@ -211,8 +211,8 @@ class Probe:
         if self._wanted not in (None, self.batch_size):
             raise ValueError(
                 f"train_dataloader() returns batches of {self.batch_size} samples although "
-                f"{self._attributes} is {self._wanted}: it does not use it. Write "
-                "DataLoader(..., batch_size=self.batch_size) in it."
+                f"{self._attributes} is {self._wanted}, so it does not use the attribute. Write "
+                "DataLoader(..., batch_size=self.batch_size) there."
             )
         if self._num_epochs - self.num_run > _MAX_EMPTY_EPOCHS:
             raise TrialOver

@@ -93,8 +93,8 @@ class TrainerSavings:
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"accumulate={accumulate} is for automatic optimization, and "
-                f"{type(pl_module).__name__} steps its optimizers itself. Leave it out, and call "
-                "them every so many batches in training_step."
+                f"{type(pl_module).__name__} steps its optimizers itself. Leave it out, and "
+                "step them after several batches in training_step."
             )
         scheduler_class = of_lightning(trainer, "callbacks").GradientAccumulationScheduler
         has = ""
