@@ -34,6 +34,7 @@ SLOW_FILES = frozenset(
         "prediction/test_ranks_predicted.py",
         "prediction/test_sequence_lengths.py",
         "record/test_ranks_exchanged.py",
+        "savings/test_compilation.py",
         "savings/test_savings.py",
         "savings/test_what_if.py",
         "savings/test_what_if_ranks.py",

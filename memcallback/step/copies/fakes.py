@@ -35,7 +35,7 @@ from memcallback.core.torch_private import (
 )
 from memcallback.core.units import MiB
 from memcallback.isolation.child import is_in_child
-from memcallback.step.copies.compiled import compile_as
+from memcallback.step.copies.compiled import compile_as, has_compiled_code
 from memcallback.step.copies.functions import (
     FunctionCopies,
     functions_found_in_memo,
@@ -286,7 +286,7 @@ def copy_with(
         else:
             _settle(memo)
             for module in _modules_of(obj) if compiles else ():
-                if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+                if has_compiled_code(module):
                     compile_as(memo[id(module)], module)
             return result
 

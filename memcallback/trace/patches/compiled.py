@@ -29,8 +29,9 @@ _COMPILED = (
     "steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
-    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out: with them less is "
-    "allocated, and more stays reserved."
+    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
+    "allocates less, as what a graph uses is not counted; reserved was between 14 % less and 5 % "
+    "more in three steps that were measured, and can be more where shapes vary."
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
@@ -68,6 +69,11 @@ class CompiledCode:
             if self.compiles and "torch._inductor.compile_fx" in sys.modules:
                 torch.compiler.reset()  # else what other traces compiled makes this one dynamic
             yield eval_frame, "_callback_from_stance", partial(self._callback, original)
+            if self.compiles:
+                # Imported here, as it imports a part of PyTorch's compiler.
+                from memcallback.trace.patches.random_state import random_state_patches
+
+                yield from random_state_patches()
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
 
