@@ -134,7 +134,7 @@ class CompiledAdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.step: Any = torch.compile(self.step)  # type: ignore[method-assign]
+        self.step: Any = torch.compile(self.step)
 
 
 def _images() -> torch.Tensor:

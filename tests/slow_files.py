@@ -8,6 +8,7 @@ SLOW_FILES = frozenset(
         "benchmarks/test_accuracy.py",
         "commands/test_run.py",
         "core/test_torch_private.py",
+        "cuda/test_kernel_zoo.py",
         "diagnose/test_health_of_trainings.py",
         "diagnose/test_tensor_diff.py",
         "docs/test_dashboard.py",

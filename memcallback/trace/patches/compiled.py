@@ -38,6 +38,8 @@ _NOT_TUNED = (
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
+#: The function around a compiled one, and its name in PyTorch 2.6.
+_WRAPPERS = ("compile_wrapper", "_fn")
 #: The most characters of an error's text that are quoted.
 _MAX_CHARACTERS = 160
 
@@ -82,7 +84,7 @@ class CompiledCode:
     def _callback(self, original: Callable[[Any], Any], callback: Any) -> Any:
         """What Dynamo calls with each frame of compiled code."""
         caller = sys._getframe(2)  # beyond what keeps a patch in this thread
-        if caller.f_code.co_name != "compile_wrapper" or not callable(callback):
+        if caller.f_code.co_name not in _WRAPPERS or not callable(callback):
             return original(callback)
         function = caller.f_locals.get("fn")
         if _is_predicted_compiled(function):
