@@ -154,6 +154,9 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
     if problems:
         lines += ["", "Not predicted as compiled, or not trained:", ""]
         lines += [f"- {name}: {problem}" for name, problem in problems.items()]
+    left = [name for name in CASES if name not in rows and name not in problems]
+    if left:
+        lines += ["", f"Not run: {'; '.join(left)}."]
     lines += not_reported(["The second and third update.", "CUDA graphs.", "Choices by measuring."])
     (folder / "compiled.md").write_text("\n".join(lines) + "\n")
 

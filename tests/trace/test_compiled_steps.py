@@ -228,7 +228,7 @@ def test_without_cuda_graphs_it_is_said_to_which_side_that_errs():
     prediction = predict(torch.compile(Broken(), mode="reduce-overhead"), 64)
     (sentence,) = said(prediction, "CUDA graphs")
     assert "With them a steady step allocates less" in sentence
-    assert "reserved was between 14 % less and 5 % more" in sentence
+    assert sentence.endswith("reserved memory can be less or more.")
 
 
 def test_the_training_s_own_compilation_and_its_cache_are_left_alone(tmp_path, monkeypatch):
