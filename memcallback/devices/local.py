@@ -62,7 +62,7 @@ def _local_device(device: torch.device | None) -> DeviceSpec:
         problem = (
             "device is missing, and this machine has no CUDA device to predict for."
             if device is None
-            else f"{str(device)!r} is a CUDA device of this machine, which has none."
+            else f"{str(device)!r} names a CUDA device of this machine, and this machine has none."
         )
         raise ValueError(
             f"{problem} Name a card, such as device='NVIDIA A100-SXM4-80GB', a size of memory, "

@@ -614,7 +614,8 @@ class Prediction(Printable):
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
                 "To save time, the search for the largest batch sizes left out some repetitions of "
-                "the step, so they can be too large. The figures of this batch size are complete."
+                "the step, so these sizes can be too large. The figures of this batch size are "
+                "complete."
             )
         elif self.trace.thinned() is not self.trace:
             yield (

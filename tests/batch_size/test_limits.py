@@ -77,7 +77,8 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
     assert "kept free. The architecture of NVIDIA H100 80GB HBM3 was assumed." in advice.sentence()
     assert (
-        f"{of_each['A100'].largest} would fit with the architecture of NVIDIA A100-SXM4-80GB."
+        f"A batch of {of_each['A100'].largest} would fit with the architecture of NVIDIA "
+        "A100-SXM4-80GB."
     ) in advice.caveats
     data = advice.to_dict()
     assert data["architecture_of"] == advice.architecture_of
