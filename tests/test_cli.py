@@ -879,7 +879,7 @@ def test_savings_are_listed_with_what_they_buy(capsys):
         ),
         (
             ["suggest", "--effective-batch-size", "7", "--world-size", "2"],
-            "must be a multiple of the 2 ranks, got 7",
+            "must be a multiple of 2, the number of ranks, got 7",
         ),
         (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
         (

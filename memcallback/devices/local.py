@@ -32,7 +32,7 @@ def resolve(
     if needs_capacity and spec.capacity_bytes is None:
         raise ValueError(
             f"{str(device)!r} has no known memory size. Give a card or a size, such as '24GiB', or "
-            "leave it out for the device that trains."
+            "leave device out for the device that trains."
         )
     return spec
 

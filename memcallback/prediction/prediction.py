@@ -416,7 +416,7 @@ class Prediction(Printable):
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
             return [largest]
-        assumed = "A larger batch is assumed to need no less memory"
+        assumed = "A larger batch is assumed to need at least as much memory"
         if self.trace.is_far(limit):
             assumed += (
                 f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
