@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-all lint check docs test-oldest test-cuda images dist clean
+.PHONY: demo test test-all lint check docs test-oldest test-newest mutants test-cuda images dist clean
 
 # Lightning 2.6 with PyTorch 2.13 warns about itself.
 demo: $(VENV)/.installed
@@ -39,6 +39,21 @@ $(VENV)-oldest/.installed: pyproject.toml
 	$(VENV)-oldest/bin/pip install --quiet $(OLDEST) --editable '.[examples,dev]'
 	touch $@
 
+# The tests with the newest PyTorch, Lightning and transformers that pip finds, in an environment of their own: no constraints. PyTorch first, as below.
+test-newest: $(VENV)-newest/.installed
+	$(VENV)-newest/bin/python -m pytest -q -n auto --dist loadfile
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/pip install --quiet --upgrade pip
+	$(VENV)-newest/bin/pip install --quiet --upgrade torch
+	$(VENV)-newest/bin/pip install --quiet --upgrade lightning pytorch-lightning transformers --editable '.[examples,dev,docs]'
+	touch $@
+
+# Which of some 465 small changes to core, allocator, replay and advice no test notices; MUTANTS="--sample 0" tries all 2,230 of them.
+mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants.py $(MUTANTS)
+
 # On a machine with a CUDA device; CUDA_PYTHON is the python of an environment with PyTorch's CUDA build and this package.
 CUDA_PYTHON ?= python3
 test-cuda:
@@ -65,4 +80,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest lightning_logs build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest lightning_logs build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -17,170 +17,67 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import torch
+from compiled_cases import CASES
 from machine import command, driver, not_reported, results_folder, today
-from torch import nn
-from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import memcallback as mc
 
 NUM_UPDATES = 4
 
 
-class Block(nn.Module):
-    """A block of a decoder."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention and a perceptron."""
-        parts = self.project(self.norm(x)).chunk(3, -1)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
-        x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
-        x = x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
-        return x
-
-
-class Decoder(nn.Module):
-    """A decoder of three blocks, with a graph break after each if asked for."""
-
-    def __init__(self, *, breaks: bool = False, width: int = 384, words: int = 5000) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.layers = nn.ModuleList(Block(width, 6) for _ in range(3))
-        self.norm, self.breaks = nn.LayerNorm(width), breaks
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the next words."""
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = layer(hidden)
-            if self.breaks:
-                torch._dynamo.graph_break()
-        scores: torch.Tensor = self.head(self.norm(hidden))
-        return scores
-
-
-class Residual(nn.Module):
-    """Convolutions with batch norm."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 10)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
-            for _ in range(5)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        scores: torch.Tensor = self.head(x.mean((2, 3)))
-        return scores
-
-
-def perceptron() -> nn.Module:
-    """A perceptron."""
-    return nn.Sequential(
-        nn.Linear(1024, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1024)
-    )
-
-
-def squares(model: Any, batch: torch.Tensor) -> Any:
-    """A loss of any output."""
-    return model(batch).float().square().mean()
-
-
-def next_word(model: Any, batch: torch.Tensor) -> Any:
-    """A loss of a decoder."""
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-def compile_layers(model: Any) -> Any:
-    """Compile each layer by itself."""
-    for layer in model.layers:
-        layer.compile()
-    return model
-
-
-def _images() -> torch.Tensor:
-    return torch.zeros(16, 3, 64, 64)
-
-
-def _rows() -> torch.Tensor:
-    return torch.zeros(4096, 1024)
-
-
-def _words() -> torch.Tensor:
-    return torch.zeros(8, 257, dtype=torch.long)
-
-
-#: Name -> model, batch, loss, precision, and how it is compiled.
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, Callable[[Any], Any]]] = {
-    "perceptron": (perceptron, _rows, squares, "32-true", torch.compile),
-    "perceptron, bf16": (perceptron, _rows, squares, "bf16-mixed", torch.compile),
-    "convolutions": (Residual, _images, squares, "32-true", torch.compile),
-    "convolutions, bf16": (Residual, _images, squares, "bf16-mixed", torch.compile),
-    "decoder, bf16": (Decoder, _words, next_word, "bf16-mixed", torch.compile),
-    "decoder, bf16, by layer": (Decoder, _words, next_word, "bf16-mixed", compile_layers),
-    "decoder, bf16, graph breaks": (
-        lambda: Decoder(breaks=True),
-        _words,
-        next_word,
-        "bf16-mixed",
-        torch.compile,
-    ),
-}
-
-
-def measured(name: str) -> tuple[int, int]:
-    """Peak allocated and reserved in the last update of a training."""
-    make, batch_of, loss_of, precision, compiled = CASES[name]
-    model = make().cuda()
-    trained, batch = compiled(model), batch_of().cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
+def measured(name: str) -> dict[str, int]:
+    """Peak allocated and reserved in the last update of a training, and reserved in the first."""
+    case = CASES[name]
+    model = case.model().cuda()
+    trained = case.compiled(model)
+    batch = tree_map_only(torch.Tensor, torch.Tensor.cuda, case.batch())
+    optimizer = case.optimizer(model.parameters())
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(case.precision)
+    scaler = torch.amp.GradScaler("cuda", enabled=case.precision == "16-mixed")
+    first = 0
     for _ in range(NUM_UPDATES):
         torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            loss = loss_of(trained, batch)
-        loss.backward()
-        optimizer.step()
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            loss = case.loss(trained, batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        first = first or torch.cuda.max_memory_reserved()
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "reserved_first": first,
+    }
 
 
-def predicted(name: str) -> tuple[int, int]:
+def predicted(name: str) -> dict[str, int]:
     """What is predicted of the same."""
-    make, batch_of, loss_of, precision, compiled = CASES[name]
+    case = CASES[name]
     step = mc.TrainingStep(
-        compiled(make()),
-        batch_of(),
-        loss=loss_of,
-        optimizer=torch.optim.AdamW,
-        precision=precision,
+        case.compiled(case.model()),
+        case.batch(),
+        loss=case.loss,
+        optimizer=case.optimizer,
+        precision=case.precision,
     )
     prediction = mc.predict(step, device=torch.cuda.get_device_name())
-    not_compiled = [one for one in prediction.caveats if "would without compilation" in one]
-    if not_compiled:
-        raise RuntimeError(f"{name} was not compiled: {not_compiled}")
+    as_eager = [one for one in prediction.caveats if "would without compilation" in one]
+    if as_eager:
+        raise RuntimeError(f"{name} was not compiled: {as_eager}")
     assert prediction.peak_reserved_bytes is not None
-    return prediction.peak_allocated_bytes, prediction.peak_reserved_bytes
+    return {
+        "allocated": prediction.peak_allocated_bytes,
+        "reserved": prediction.peak_reserved_bytes,
+        "reserved_first": prediction.warm_up.peak_reserved_bytes or 0,
+    }
 
 
-def in_new_process(what: str, name: str, cache: str) -> list[int]:
-    """Two figures from a process of its own."""
+def in_new_process(what: str, name: str, cache: str) -> dict[str, int]:
+    """Figures from a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, "--do", what, name],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
@@ -190,7 +87,7 @@ def in_new_process(what: str, name: str, cache: str) -> list[int]:
     )
     if done.returncode:
         raise RuntimeError(f"{name}, {what}: {done.stderr[-2000:]}")
-    figures: list[int] = json.loads(done.stdout.splitlines()[-1])
+    figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 
@@ -204,19 +101,23 @@ def main() -> None:
         run = measured if given.do == "measure" else predicted
         print(json.dumps(run(given.names[0])))
         return
-    rows = {}
+    rows, problems = {}, {}
     for name in given.names or CASES:
         with tempfile.TemporaryDirectory() as cache:
-            rows[name] = {
-                "cold": in_new_process("measure", name, cache),
-                "warm": in_new_process("measure", name, cache),
-                "predicted": in_new_process("predict", name, cache),
-            }
-        print(name, rows[name], flush=True)
-        write(rows)
+            try:
+                rows[name] = {
+                    "cold": in_new_process("measure", name, cache),
+                    "warm": in_new_process("measure", name, cache),
+                    "predicted": in_new_process("predict", name, cache),
+                }
+            except RuntimeError as problem:
+                problems[name] = str(problem).strip().splitlines()[-1]
+        print(name, rows.get(name) or problems[name], flush=True)
+        if rows:
+            write(rows, problems)
 
 
-def write(rows: dict[str, dict[str, list[int]]]) -> None:
+def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) -> None:
     """Write the result; after each step, as all of them take a while."""
     device = torch.cuda.get_device_name()
     about = {
@@ -228,20 +129,50 @@ def write(rows: dict[str, dict[str, list[int]]]) -> None:
     }
     folder = results_folder(device)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compiled.json").write_text(json.dumps({**about, "steps": rows}, indent=1) + "\n")
+    (folder / "compiled.json").write_text(
+        json.dumps({**about, "steps": rows, "problems": problems}, indent=1) + "\n"
+    )
     lines = ["# Compiled steps", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     lines += [
         "Bytes in the fourth update, peak allocated / reserved. Cold: in the process that "
-        "compiled. Warm: in one that found its code in Inductor's cache.",
+        "compiled. Warm: in one that found its code in Inductor's cache. First: the most that the "
+        "compiling process reserved in its first update, as a share of what is predicted of it.",
         "",
-        "| step | predicted | warm | cold |",
-        "|:---|---:|---:|---:|",
+        summary(rows),
+        "",
+        "| step | predicted | warm | off, allocated / reserved | cold | first |",
+        "|:---|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
-        cells = (" / ".join(f"{n:,}" for n in row[way]) for way in ("predicted", "warm", "cold"))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += not_reported(["The first three updates.", "CUDA graphs.", "Choices by measuring."])
+        told, warm, cold = (
+            f"{row[way]['allocated']:,} / {row[way]['reserved']:,}"
+            for way in ("predicted", "warm", "cold")
+        )
+        off = " / ".join(f"{100 * error(row, what):+.2f} %" for what in ("allocated", "reserved"))
+        first = row["cold"]["reserved_first"] / row["predicted"]["reserved_first"]
+        lines.append(f"| {name} | {told} | {warm} | {off} | {cold} | {100 * first:.0f} % |")
+    if problems:
+        lines += ["", "Not predicted as compiled, or not trained:", ""]
+        lines += [f"- {name}: {problem}" for name, problem in problems.items()]
+    lines += not_reported(["The second and third update.", "CUDA graphs.", "Choices by measuring."])
     (folder / "compiled.md").write_text("\n".join(lines) + "\n")
+
+
+def error(row: dict[str, dict[str, int]], what: str) -> float:
+    """How far a prediction is off, as a share of what the warm process needed."""
+    return row["predicted"][what] / row["warm"][what] - 1
+
+
+def summary(rows: dict[str, dict[str, dict[str, int]]]) -> str:
+    """How many steps are exact and how many are near, in one sentence."""
+    sentences = []
+    for what, near in (("allocated", 0.01), ("reserved", 0.03)):
+        errors = [abs(error(row, what)) for row in rows.values()]
+        exact, close = (sum(size <= most for size in errors) for most in (0, near))
+        sentences.append(
+            f"{what}: {exact} exact, {close} within {near:.0%}, most {max(errors):.2%} off"
+        )
+    return f"{len(rows)} steps, beside the warm process. " + "; ".join(sentences) + "."
 
 
 if __name__ == "__main__":

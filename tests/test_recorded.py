@@ -21,6 +21,7 @@ READERS = {
     "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
     "kernels/a100.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
     "kernels/h200.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
+    "kernels/h200-whole.json.gz": ("cuda/test_kernel_zoo.py", "cuda/test_kernel_zoo.py"),
     "kernels/t4.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
     "composites.json": ("cuda/test_decompositions.py", "cuda/test_decompositions.py"),
     "bfloat16.json": ("trace/test_bfloat16.py", "bfloat16_steps.py"),

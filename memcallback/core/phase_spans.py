@@ -85,7 +85,6 @@ class PhaseSpans:
     def _boundary(self) -> None:
         self.at_boundary()
         self._num_boundaries += 1
-        self._is_after_backward = False
 
 
 def phase_of(covers: tuple[Phase, ...]) -> Phase:

@@ -200,11 +200,16 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
 
 def _line(at: Callable[[int], TracedStep], batch_size: int, traces: Traces) -> BatchTrace:
     """The trace at any batch size, from traces at three; at four if a size is no straight line."""
-    first, second, far = at(batch_size), at(batch_size + 1), at(_far(batch_size))
+    first, second = at(batch_size), at(batch_size + 1)
     try:
-        return BatchTrace.fit(first, second).verified(far)
+        # Before a third trace is made, for which a compiled step is compiled once more.
+        line = BatchTrace.fit(first, second)
+        return line.verified(at(_far(batch_size)))
     except BatchDependentPath:
-        if not (is_same_path(first, second) and is_same_path(first, far)):
+        if not is_same_path(first, second):
+            raise
+        far = at(_far(batch_size))
+        if not is_same_path(first, far):
             raise
         traces.num_traces += 1
         return BatchTrace.fit_curve(first, second, at(batch_size + 2), far)

@@ -20,6 +20,7 @@ from memcallback.core.torch_private import tree_map_only
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH
 from memcallback.core.visible import visible_name
 from memcallback.savings.checkpointing import checkpoint, is_checkpointed
+from memcallback.savings.compilation import compilation
 from memcallback.savings.plan import SavingGroup
 from memcallback.savings.saving import SAME, Saving
 from memcallback.savings.segments import CheckpointParts, checkpoint_choices
@@ -39,6 +40,7 @@ def savings_for(step: TrainingStep, batch_size: int, events: Sequence[Event]) ->
     yield from _accumulation(step, batch_size)
     yield from _precision(step)
     yield from _checkpointing(step, events)
+    yield from compilation(step)
     yield from _inplace(step)
     yield from _optimizer(step)
     yield from _gradients(step)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from memcallback.savings.plan import SavingGroup
 from memcallback.step.training_step import TrainingStep
 
+#: The kind of savings that have PyTorch compile the step.
+COMPILATION = "compilation"
 #: What a saving changes that changes nothing.
 SAME = "nothing"
 
@@ -26,6 +28,8 @@ class Saving:
         line: The line to paste into a program.
         num_parts: Into how many forward passes it divides the batch.
         expandable_segments: Whether it is a setting of the allocator and not of the step.
+        activation_memory_budget: What `torch.compile` may keep for the backward pass, as a share of
+            what it would keep; None for its default.
     """
 
     name: str
@@ -36,6 +40,12 @@ class Saving:
     line: str
     num_parts: int = 1
     expandable_segments: bool = False
+    activation_memory_budget: float | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it is a way to compile the step."""
+        return COMPILATION in self.kind.split(" + ")
 
     @property
     def is_same_training(self) -> bool:
@@ -61,4 +71,12 @@ def together(*savings: Saving) -> Saving:
         line="\n".join(saving.line for saving in savings),
         num_parts=math.prod(saving.num_parts for saving in savings),
         expandable_segments=any(saving.expandable_segments for saving in savings),
+        activation_memory_budget=min(
+            (
+                saving.activation_memory_budget
+                for saving in savings
+                if saving.activation_memory_budget is not None
+            ),
+            default=None,
+        ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from time import perf_counter
 
 import torch
 
@@ -12,8 +13,9 @@ from memcallback.batch_size.estimate import check_headroom, estimate
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
-from memcallback.devices.catalogue import Device
+from memcallback.devices.catalogue import Device, DeviceSpec
 from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.architectures import predict_with_least_room
@@ -22,6 +24,7 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
 from memcallback.savings.candidates import left_out, savings_for
+from memcallback.savings.compilation import activation_memory_budget, why_not_compiled
 from memcallback.savings.plan import Plan, PlanRow
 from memcallback.savings.problems import plain_reason
 from memcallback.savings.rank_candidates import over_ranks, usual
@@ -139,7 +142,15 @@ def plan_here(
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
     trial = _Trial(step, base, headroom, used_by_others_bytes(base.device, memory))
     events = base.trace.at(base.batch_size).events
-    savings = [*savings_for(step, base.batch_size, events), *over_ranks(jobs)]
+    can_compile = is_in_child() and isinstance(base.device, DeviceSpec)
+    savings = [
+        *(
+            saving
+            for saving in savings_for(step, base.batch_size, events)
+            if can_compile or not saving.compiles
+        ),
+        *over_ranks(jobs),
+    ]
     num_alone = 1 + len(savings)
     rows = []
     for number, saving in enumerate(savings, start=1):
@@ -162,10 +173,11 @@ def rescues(
     """Predict a step that does not fit with each saving under which the same model is trained.
 
     Each row is one trace at the step's own batch size; `what_if` needs more traces for more values.
+    Compiling, which can take minutes, is left out.
     """
     events = base.trace.at(base.batch_size).events
     candidates = savings_for(step, base.batch_size, events)
-    savings = [saving for saving in candidates if saving.is_same_training]
+    savings = [saving for saving in candidates if saving.is_same_training and not saving.compiles]
     for number, saving in enumerate(savings):
         if progress is not None:
             progress(number, len(savings))
@@ -227,15 +239,24 @@ class _Trial:
             unlike, num_together = (
                 (varied.ranks.unlike, varied.ranks.num_at_one_batch) if varied.ranks else ((0,), 1)
             )
-            predictions = [
-                predict(
-                    varied.of_rank(rank),
-                    device=self._base.device,
-                    batch_size=batch_size,
-                    settings=settings,
-                )
-                for rank in unlike
-            ]
+            # Each other batch size would be compiled anew.
+            predict = predict_once if saving.compiles else predict
+            start = perf_counter()
+            with activation_memory_budget(saving.activation_memory_budget):
+                predictions = [
+                    predict(
+                        varied.of_rank(rank),
+                        device=self._base.device,
+                        batch_size=batch_size,
+                        settings=settings,
+                    )
+                    for rank in unlike
+                ]
+            if saving.compiles:
+                if reason := why_not_compiled(predictions[0].caveats):
+                    return replace(row, problem=plain_reason(PredictionError(reason)))
+                took = f"compiling took {perf_counter() - start:.0f} s here"
+                row = replace(row, changes=f"{row.changes}; {took}")
             return self._row_of(predictions, row, num_together)
         except (PredictionError, ValueError) as error:
             return replace(row, problem=plain_reason(error))

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_size.advice import AccumulationPlan
+from memcallback.batch_size.advice import AccumulationPlan, RankBatchSize
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import Estimate
 from memcallback.batch_size.peaks import PeakLine
@@ -86,6 +87,11 @@ def test_equal_limits_are_said_once(limits, said):
     assert said in str(whole).splitlines()
 
 
+def test_a_multiple_is_named_where_one_was_asked_for_and_reached():
+    assert "Suggested: 50, a multiple of 2, 5.00x" in advice(51, multiple_of=2).sentence()
+    assert "Suggested:" not in advice(51, multiple_of=1).sentence()
+
+
 def test_a_dataset_that_fits_is_all_that_is_suggested():
     assert advice(100, dataset_size=60).has_whole_dataset
     assert advice(100, dataset_size=60).largest_in_bounds == 60
@@ -153,3 +159,145 @@ def test_as_data_every_size_has_its_unit():
     assert data["batch_size"] == 96
     assert data["largest_batch_size"] == 100
     assert {"batch_size": 10, "peak_bytes": 10 * MiB} in data["curve"]
+
+
+def lines_of(advised, **changes):
+    return str(replace(advised, **changes)).splitlines()
+
+
+def test_a_size_that_fits_again_above_the_limit_is_told():
+    said = "49 samples do not fit, but 60 do: how well blocks fill gaps differs from size to size."
+    assert said in lines_of(advice(40), limit=48, limit_without_retry=40, limit_fits_again=60)
+    assert said not in lines_of(advice(40), limit=48, limit_without_retry=40)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ({"world_size": 4}, "4 ranks: 384 samples in total."),
+        ({"num_microbatches": 2}, "2 microbatches of that size: 192 samples in total."),
+    ],
+)
+def test_the_samples_of_all_batches_are_told_where_there_are_several(bounds, said):
+    assert said in lines_of(advice(100, **bounds))
+    assert not any("in total" in line for line in lines_of(advice(100)))
+
+
+def test_ranks_of_several_kinds_are_told_one_by_one_or_by_the_first_and_last():
+    kinds = (
+        RankBatchSize(ranks=(0,), device_name="T4", batch_size=1000),
+        RankBatchSize(ranks=(1, 2), device_name="L4", batch_size=20),
+        RankBatchSize(ranks=tuple(range(3, 11)), device_name="A10", batch_size=3),
+        RankBatchSize(ranks=tuple(range(11, 20)), device_name="B200", batch_size=0),
+    )
+    assert [line for line in lines_of(advice(40), by_rank=kinds) if line[:4].lower() == "rank"] == [
+        "Rank 0 on T4: 1,000",
+        "Ranks 1, 2 on L4: 20",
+        "Ranks 3, 4, 5, 6, 7, 8, 9, 10 on A10: 3",
+    ]
+    assert "9 ranks, 11 to 19, on B200: 0" in lines_of(advice(40), by_rank=kinds)
+    assert replace(advice(40), by_rank=kinds).to_dict()["by_rank"][1] == {
+        "ranks": [1, 2],
+        "device_name": "L4",
+        "batch_size": 20,
+    }
+
+
+def test_lengths_of_sequences_are_told_with_their_batch_sizes():
+    advised = replace(advice(40), by_sequence_length={128: 40, 4096: 1})
+    assert [line for line in lines_of(advised) if line.startswith("Sequences")] == [
+        "Sequences of 128: 40",
+        "Sequences of 4096: 1",
+    ]
+
+
+def test_without_replays_every_size_up_to_the_largest_fits():
+    advised = replace(advice(40), fits_at=None)
+    assert [advised.fits(size) for size in (1, 40, 41)] == [True, True, False]
+    assert not replace(advised, fits_at=lambda size: size == 7).fits(8)
+    assert replace(advised, fits_at=lambda size: size == 7).fits(7)
+
+
+@pytest.mark.parametrize(("largest", "said"), [(9, "2.00x"), (40, "10x"), (88, "22x")])
+def test_how_many_times_the_current_size_it_is_has_few_digits(largest, said):
+    small = replace(advice(largest), current_batch_size=4)
+    assert small.multiple == small.batch_size / 4
+    assert f"{said} the current 4" in small.sentence()
+
+
+def test_the_table_marks_the_sizes_that_the_text_names():
+    advised = replace(
+        advice(40),
+        limit=64,
+        limit_without_retry=48,
+        limit_without_retry_peak_bytes=48 * MiB,
+    )
+    marks = {row[0]: row[2] for row in advised.to_table().rows}
+    assert marks["40"] == "suggested"
+    assert marks["48"] == "limit without a retry"
+    assert marks["64"] == "limit"
+    assert marks["10"] == "current"
+    assert marks["1"] == ""
+    same = replace(advised, current_batch_size=40)
+    assert {row[0]: row[2] for row in same.to_table().rows}["40"] == "suggested, current"
+    unknown = replace(advised, limit_without_retry_peak_bytes=None)
+    assert "48" not in {row[0] for row in unknown.to_table().rows}
+
+
+def test_the_curve_reaches_twice_the_larger_of_suggestion_and_current_size():
+    assert [size for size, _ in advice(100).curve] == [1, 2, 4, 8, 10, 16, 32, 64, 96, 128]
+    assert [size for size, _ in advice(3).curve] == [1, 2, 3, 4, 8, 10, 16]
+
+
+def test_outside_memory_and_headroom_are_taken_off_what_may_be_used():
+    advised = replace(advice(40), outside_bytes=100 * MiB, headroom=0.25)
+    assert advised.budget_bytes == 668 * MiB
+    assert replace(advised, outside_bytes=None).budget_bytes == 768 * MiB
+
+
+def test_a_pipeline_accumulates_over_its_microbatches():
+    with pytest.raises(ValueError, match=r"in a pipeline: .* here 2\. Ask again with Ranks"):
+        advice(100, num_microbatches=2).accumulate_for(8)
+    with pytest.raises(ValueError, match=r"multiple of the 4 ranks, got 1\. The nearest is 4"):
+        advice(100, world_size=4).accumulate_for(1)
+
+
+def test_accumulation_goes_around_sizes_that_do_not_fit():
+    advised = replace(advice(40), fits_at=lambda size: size <= 2)
+    assert advised.accumulate_for(12) == AccumulationPlan(batch_size=2, accumulate=6)
+    none = replace(advice(40), fits_at=lambda size: False)
+    with pytest.raises(ValueError, match="no batch size that divides it fits"):
+        none.accumulate_for(12)
+
+
+def test_a_pipeline_needs_a_sample_for_each_microbatch():
+    with pytest.raises(
+        ValueError,
+        match="at least 8, got 7 samples for 4 ranks with 2 microbatches: each needs one",
+    ):
+        BatchSizeBounds(dataset_size=7, world_size=4, num_microbatches=2)
+    with pytest.raises(ValueError, match="got 3 samples for 4 ranks: each"):
+        BatchSizeBounds(dataset_size=3, world_size=4)
+    assert BatchSizeBounds(dataset_size=8, world_size=4, num_microbatches=2).share_of_dataset == 1
+    with pytest.raises(ValueError, match=r"num_microbatches must be at least 1, got 0\. Give 1"):
+        BatchSizeBounds(num_microbatches=0)
+
+
+def test_a_size_is_the_largest_multiple_that_fits_else_the_largest_that_fits():
+    bounds = BatchSizeBounds()
+    assert bounds.within(20) == 16
+    assert bounds.within(20, lambda size: size < 16) == 8
+    assert bounds.within(20, lambda size: size < 8) == 20  # it is known to fit
+    assert bounds.within(7) == 7
+    assert bounds.within(0) == 0
+    limited = BatchSizeBounds(max_batch_size=6)
+    assert limited.within(20, lambda size: size < 2) == 1
+    assert limited.within(20, lambda size: False) == 0
+    assert limited.within(20, lambda size: size == 6) == 6
+
+
+def test_a_loader_bounds_by_its_dataset_and_one_of_unknown_length_by_nothing():
+    loader = SimpleNamespace(dataset=range(12))
+    assert BatchSizeBounds.of_loader(loader, 4) == BatchSizeBounds(dataset_size=12, world_size=4)
+    assert BatchSizeBounds.of_loader(loader, 13) == BatchSizeBounds()
+    assert BatchSizeBounds.of_loader(object(), 1) == BatchSizeBounds()

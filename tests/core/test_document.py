@@ -2,7 +2,15 @@
 
 from html.parser import HTMLParser
 
-from memcallback.core.document import Code, Document, Heading, Paragraph, Table, size_text
+from memcallback.core.document import (
+    Code,
+    Document,
+    Heading,
+    Paragraph,
+    Table,
+    num_cells,
+    size_text,
+)
 
 TABLE = Table(
     title="Memory of <a step>\nmeasured",
@@ -46,7 +54,8 @@ def test_text_is_filled_and_tables_and_headings_are_set_off():
         "",
         "   a|b  1.00 MiB  net.py:1",
     ]
-    assert lines[-8:] == [
+    assert lines[-9:] == [
+        "",
         " all    3.00 MiB",
         "",
         "A plain string.",
@@ -105,3 +114,9 @@ def test_an_unknown_size_is_no_number():
     assert size_text(None) == "n/a"
     assert size_text(None, "") == ""
     assert size_text(2**20) == "1024.00 KiB"
+
+
+def test_wide_letters_fill_two_columns_and_accents_none():
+    assert num_cells("net") == 3
+    assert num_cells("記憶 b") == 6
+    assert num_cells("e\u0301a") == 2

@@ -178,3 +178,24 @@ def test_an_address_of_this_disk_is_a_path(form, tmp_path):
     assert place_of(form.format(tmp_path)) == str(tmp_path)
     write_file(form.format(tmp_path / "report.md"), "text")
     assert (tmp_path / "report.md").read_text() == "text"
+
+
+def test_a_version_makes_the_folders_above_it(tmp_path):
+    folder = tmp_path / "runs" / "memcallback"
+    assert make_next_version(str(folder)) == str(folder / "version_0")
+    assert (folder / "version_0").is_dir()
+
+
+def test_a_transaction_of_ours_is_none_of_the_users_instance(store, monkeypatch):
+    seen, start = [], fsspec.transaction.Transaction.start
+
+    def watched(self):
+        seen.append(self.fs)
+        start(self)
+
+    monkeypatch.setattr(fsspec.transaction.Transaction, "start", watched)
+    write_file("memory://runs/report.md", "whole")
+    assert store.cat("/runs/report.md") == b"whole"
+    (ours,) = seen
+    assert ours is not store
+    assert fsspec.filesystem("memory") is store

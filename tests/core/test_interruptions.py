@@ -101,3 +101,10 @@ class Handler:
 def test_whatever_a_signal_handler_raises_goes_on(error, form, handled):
     handled(signal.SIGTERM, form(error))
     assert raised_by(lambda: interrupt(signal.SIGTERM)) == (error, True)
+
+
+def test_an_error_without_frames_is_taken_for_ctrl_c_only_if_it_is_one():
+    with pytest.raises(KeyboardInterrupt):
+        raise_if_meant(KeyboardInterrupt())
+    raise_if_meant(SystemExit(3))
+    raise_if_meant(ValueError("no such thing"))

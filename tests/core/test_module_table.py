@@ -261,6 +261,29 @@ def test_a_long_list_of_modules_ends_with_the_rest():
     assert "batch size unknown" in table.to_table().title
 
 
+def test_two_modules_that_differ_in_a_number_share_a_row_and_one_alone_has_its_name():
+    infos = [
+        ModuleInfo("", "Net", 0),
+        ModuleInfo("layer0", "Linear", 0),
+        ModuleInfo("layer1", "Linear", 0),
+        ModuleInfo("head9", "Linear", 0),
+        ModuleInfo("layer2", "Conv2d", 0),
+    ]
+    spans = [Span(F, (info.name,), 0, 100, 100) for info in infos[1:]]
+    table = ModuleTable(
+        step_kind=Kind.MEASURED,
+        source="s",
+        device_name="d",
+        batch_size=None,
+        modules=modules_of([spans], infos),
+    )
+    assert [row[:3] for row in table.summary().rows] == [
+        ("layer* (2)", "Linear", "200 bytes"),
+        ("head9", "Linear", "100 bytes"),
+        ("layer2", "Conv2d", "100 bytes"),
+    ]
+
+
 def test_json_has_every_figure_with_its_unit(prediction):
     document = json.loads(json.dumps(prediction.modules.to_dict()))
     row = next(row for row in document["modules"] if row["name"] == "layers.0")

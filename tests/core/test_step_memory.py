@@ -119,3 +119,44 @@ def test_non_pytorch_memory_is_what_is_used_beyond_reserved():
     assert DeviceMemory(used_bytes=1000, reserved_bytes=1200).non_pytorch_bytes == 0
     assert DeviceMemory(used_bytes=1000).non_pytorch_bytes is None
     assert DeviceMemory(reserved_bytes=600).non_pytorch_bytes is None
+
+
+def phases(*peaks, **changes):
+    windows = (window(phase, peak) for phase, peak in zip(Phase, peaks, strict=False))
+    return replace(step(*windows), **changes)
+
+
+def test_a_steady_step_is_shown_rather_than_a_warm_up_and_one_with_an_update_rather_than_none():
+    warm_up, small, without_update = (
+        phases(900, 900, 900, is_warm_up=True),
+        phases(1, 1, 1),
+        phases(500, 500),
+    )
+    assert larger(warm_up, small) is small
+    assert larger(small, warm_up) is small
+    assert larger(without_update, small) is small
+    assert larger(small, without_update) is small
+    assert larger(None, warm_up) is warm_up
+
+
+def test_of_two_equal_steps_the_second_is_shown():
+    first, second = phases(5, 5, 5, index=0), phases(5, 5, 5, index=1)
+    assert larger(first, second) is second
+
+
+def test_of_two_steps_with_one_peak_the_fuller_phases_may_count():
+    full, emptied = phases(100, 200, 90), phases(10, 201, 90)
+    assert larger(full, emptied) is emptied
+    assert larger(full, emptied, in_all_phases=True) is full
+    assert larger(emptied, full, in_all_phases=True) is full
+
+
+def test_a_step_says_its_kind_its_batch_and_where_it_comes_from():
+    assert phases(5, batch_size=None).to_table().title == (
+        "Memory of one training step (batch size unknown) on CPU\nmeasured by a test"
+    )
+    assert (
+        phases(5, batch_size=8, is_warm_up=True)
+        .to_table()
+        .title.startswith("Memory of one training step (warm-up, batch size 8) on CPU")
+    )

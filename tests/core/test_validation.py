@@ -3,6 +3,8 @@ wherever it is given.
 """
 
 import re
+from functools import partial, wraps
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,7 +14,16 @@ from hand_made import law, prediction
 import memcallback as mc
 from memcallback import MemoryCallback, MemoryRecorder, TrainingStep
 from memcallback.core.allocation_trace import AllocationTrace
-from memcallback.core.validation import share, whole_number
+from memcallback.core.validation import (
+    above_0,
+    cannot_take,
+    described,
+    kind_of,
+    name_of,
+    one_of,
+    share,
+    whole_number,
+)
 from memcallback.trace.traced_step import TracedStep
 
 STEP = TrainingStep(torch.nn.Linear(8, 4), torch.ones(4, 16, 8), sequence_length=16)
@@ -114,3 +125,81 @@ def test_a_share_is_a_number_from_0_to_below_1(take):
             ValueError, match=f"^headroom must be at least 0 and below 1, got {given}. [0A-Z]"
         ):
             take(given)
+
+
+@pytest.mark.parametrize("share_", [0, 0.0, 0.999, np.float64(0.5)])
+def test_a_share_in_its_range_is_taken(share_):
+    assert share("headroom", share_, "") is None
+
+
+def test_a_number_above_0_is_taken_and_another_is_refused():
+    above_0("limit", 1, "")
+    above_0("limit", 1e-9, "")
+    for given in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=rf"^limit must be above 0, got {given}\. Give 5\."):
+            above_0("limit", given, "Give 5.")
+    for given in (True, "5", None):
+        with pytest.raises(TypeError, match=rf"^limit must be a number, got {given!r}\. Give 5\."):
+            above_0("limit", given, "Give 5.")
+
+
+def test_a_whole_number_may_have_to_be_at_least_another_number():
+    assert whole_number("n", 0, "", least=0) == 0
+    with pytest.raises(ValueError, match=r"^n must be at least 4, got 3\. Why\."):
+        whole_number("n", 3, "Why.", least=4)
+    assert whole_number("n", 1, "") == 1
+
+
+def test_one_of_some_words_is_taken_and_another_is_refused_with_them():
+    words = Literal["peak", "mean"]
+    assert one_of("figure", "mean", words) == "mean"
+    with pytest.raises(
+        ValueError, match=r"^figure 'median' is not known\. Use one of 'peak', 'mean'\.$"
+    ):
+        one_of("figure", "median", words)
+
+
+def test_whether_a_function_can_be_called_is_asked_without_calling_it():
+    def loss(output, target, weight=None):
+        raise AssertionError("called")
+
+    @wraps(loss)
+    def wrapper(*arguments):
+        raise AssertionError("called")
+
+    assert cannot_take(loss, 1) == "missing a required argument: 'target'"
+    assert cannot_take(loss, 2) is None
+    assert cannot_take(loss, 3) is None
+    assert cannot_take(loss, 4) == "too many positional arguments"
+    assert cannot_take(wrapper, 9) is None
+    assert cannot_take(partial(loss, None), 1) is None
+    assert cannot_take(dict, 7) is None  # whose signature Python does not know
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "None"),
+        ("adam", "'adam'"),
+        (b"x", "b'x'"),
+        (3, "3"),
+        (2.5, "2.5"),
+        (True, "True"),
+        (torch.nn.Linear, "the class Linear"),
+        (torch.nn.Linear(1, 1), "a Linear"),
+        ([1], "a list"),
+        (torch.optim.Adam([torch.ones(1)]), "an Adam"),
+        (OSError(), "an OSError"),
+        ({}, "a dict"),
+    ],
+)
+def test_a_value_is_described_in_a_few_words(value, words):
+    assert described(value) == words
+    assert kind_of([]) == "a list"
+
+
+def test_a_callable_has_the_name_of_its_function_or_class():
+    assert name_of(torch.nn.functional.mse_loss) == "mse_loss"
+    assert name_of(torch.nn.MSELoss) == "MSELoss"
+    assert name_of(torch.nn.MSELoss()) == "MSELoss"
+    assert name_of(partial(print)) == "partial"

@@ -176,6 +176,31 @@ def test_the_users_flags_decide():
 
 @needs_recorded_version
 @pytest.mark.parametrize(
+    ("capability", "size", "needs_grad", "dropout_p", "backend"),
+    [
+        ((12, 0), 64, True, 0.0, SDPBackend.FLASH_ATTENTION),
+        ((12, 1), 64, True, 0.0, SDPBackend.FLASH_ATTENTION),
+        ((12, 2), 64, True, 0.0, SDPBackend.MATH),
+        ((12, 0), 192, True, 0.0, SDPBackend.FLASH_ATTENTION),
+        # Shared memory of 99 KiB holds no backward pass of these heads.
+        ((12, 0), 200, True, 0.0, SDPBackend.EFFICIENT_ATTENTION),
+        ((12, 0), 224, True, 0.0, SDPBackend.EFFICIENT_ATTENTION),
+        ((12, 0), 200, False, 0.0, SDPBackend.FLASH_ATTENTION),
+        ((12, 0), 256, True, 0.0, SDPBackend.FLASH_ATTENTION),
+        ((12, 0), 256, True, 0.25, SDPBackend.EFFICIENT_ATTENTION),
+        ((8, 9), 200, True, 0.0, SDPBackend.EFFICIENT_ATTENTION),
+        ((8, 0), 200, True, 0.0, SDPBackend.FLASH_ATTENTION),
+        ((10, 0), 200, True, 0.0, SDPBackend.FLASH_ATTENTION),
+    ],
+)
+def test_consumer_blackwell_chooses_as_ada_does(capability, size, needs_grad, dropout_p, backend):
+    query = torch.empty(2, 4, 64, size, dtype=torch.float16, requires_grad=needs_grad)
+    call = AttentionCall(query, query, query, dropout_p=dropout_p)
+    assert choose_backend(call, spec(capability)) == backend
+
+
+@needs_recorded_version
+@pytest.mark.parametrize(
     ("version", "backend"),
     [((2, 11), SDPBackend.CUDNN_ATTENTION), ((2, 13), SDPBackend.FLASH_ATTENTION)],
 )

@@ -52,12 +52,13 @@ NOT_SAID = {
 }
 LEFT_OUT = {op for ops in NOT_SAID.values() for op in ops.split()}
 #: Single calls that are not said exactly: the embedding of very few rows, masks as indices, parts
-#: of more than 2 GiB, numbers to half types.
+#: of more than 2 GiB, numbers to half types, norms of nothing.
 SINGLE = (
     "embedding_dense_backward(%[5000,16]",
     "[b8[",
     "[262144,3072]",
     "_foreach_norm.Scalar([2x",
+    "_foreach_norm.Scalar(%f32[0]",
 )
 #: The scratch of CUB for 2-byte keys and cuDNN's workspaces below compute capability 9.0 are not
 #: known.
@@ -290,6 +291,33 @@ def test_shared_keys_and_values_have_a_gradient_for_each_head_in_the_workspace_o
         2162944,
         4260096,
     )  # as PyTorch 2.11 asks for with cuDNN 9.19
+
+
+@pytest.mark.parametrize(
+    ("device", "num_slices", "scratch_bytes"),
+    [
+        ("h200", 64_512, 1279),
+        ("h200", 64_513, 1535),
+        ("h200", 200_000, 2047),
+        ("a100", 61_440, 1279),
+        ("a100", 61_441, 1535),
+        ("t4", 36_864, 1279),
+        ("t4", 36_865, 1535),
+        ("t4", 110_593, 2047),
+        # From 64 tiles on their keys take another 256 bytes.
+        ("t4", 150_000, 2559),
+        ("t4", 250_000, 3071),
+    ],
+)
+def test_topk_of_many_rows_scans_by_key_in_tiles_of_the_card(device, num_slices, scratch_bytes):
+    x = torch.empty(1024, num_slices, device="meta")
+    largest = torch.empty(1, num_slices, device="meta")
+    args = (x, 1, 0, True, True)
+    steps = kernel_of(
+        OpCall(torch.ops.aten.topk.default, args, {}, spec_of(load(device)), [largest, largest])
+    )
+    sizes = [step.size_bytes for step in steps if isinstance(step, AllocTemp)]
+    assert sizes[-2:] == [scratch_bytes] * 2  # as PyTorch 2.11 asks for on virtual cards
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(80_000, 2500), (128_576, 2730)])

@@ -222,6 +222,22 @@ def test_a_pro_6000_has_the_workspace_of_the_installed_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "num_multiprocessors", "mib", "l2_mib"),
+    [("5090", 170, 32_607, 96), ("5080", 84, 16_303, 64), ("5070 Ti", 70, 16_303, 48)],
+)
+def test_consumer_blackwell_is_as_its_whitepaper_says(name, num_multiprocessors, mib, l2_mib):
+    card = find_device(f"RTX {name}")
+    assert card.name == f"NVIDIA GeForce RTX {name}"
+    assert card.compute_capability == (12, 0)
+    assert card.num_multiprocessors == num_multiprocessors
+    assert card.capacity_bytes == mib * MiB
+    assert card.l2_cache_bytes == l2_mib * MiB
+    assert card.shared_memory_per_block_bytes == 48 << 10
+    assert card.shared_memory_per_block_optin_bytes == 99 << 10
+    assert (card.max_threads_per_multiprocessor, card.max_blocks_per_multiprocessor) == (1536, 24)
+
+
+@pytest.mark.parametrize(
     ("text", "mib", "capability"),
     [
         ("rtx 3060", 12_288, (8, 6)),

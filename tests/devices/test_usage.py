@@ -68,11 +68,14 @@ class Driver:
         return self.asked(handle, "temperature")
 
     def __getattr__(self, name):
-        key = {
+        keys = {
             "nvmlDeviceGetName": "name",
             "nvmlDeviceGetUUID": "uuid",
             "nvmlDeviceGetPowerUsage": "power",
-        }[name]
+        }
+        if name not in keys:  # Python 3.13 asks a module that it imports for its `__spec__`
+            raise AttributeError(name)
+        key = keys[name]
         return lambda handle: self.asked(handle, key)
 
     def asked(self, handle, key):

@@ -1,10 +1,19 @@
 """Which size is tried next, and what is said of those that were."""
 
 import pytest
+from hand_made import law, prediction
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.batch_size.fitted import BatchSizeSearch, FittedBatchSize, Trial
-from memcallback.core.units import MiB
+from memcallback.batch_size.fitted import (
+    BatchSizeSearch,
+    FittedBatchSize,
+    LikelyPeak,
+    Trial,
+    nothing_fits,
+)
+from memcallback.batch_size.peaks import TracedPeak
+from memcallback.core.types import Category
+from memcallback.core.units import GiB, MiB
 
 
 def search(first, limit, *, expect=lambda size: None, cap=None, multiple_of=1):
@@ -172,3 +181,67 @@ def test_there_is_one_budget_on_screen():
 
 def test_one_trial_has_no_corrections():
     assert fitted(trial(1234, 900 * MiB)).corrections == ()
+
+
+def tried(peak_bytes, *, batch_size=16, budget_bytes=GiB, **changes):
+    return Trial(
+        batch_size=batch_size,
+        peak_bytes=peak_bytes,
+        predicted_bytes=None,
+        budget_bytes=budget_bytes,
+        **changes,
+    )
+
+
+def test_what_a_trial_took_more_grows_with_the_batch_and_may_be_less():
+    line = TracedPeak.of(prediction(16))
+    before = LikelyPeak(line=line, fixed_bytes=1000)
+    assert before.at(16) == line.at(16) + 1000
+    after = before.after(tried(line.at(16) + 1000 + 160))
+    assert after.at(16) == line.at(16) + 1160
+    assert after.at(32) == line.at(32) + 1320
+    assert after.at(8) == line.at(8) + 1080
+    less = before.after(tried(line.at(16)))
+    assert less.at(32) == line.at(32) - 1000
+
+
+def test_the_largest_expected_size_is_the_last_within_the_budget():
+    line = TracedPeak.of(prediction(16))
+    likely = LikelyPeak(line=line)
+    largest = likely.largest_within(GiB)
+    assert likely.at(largest) <= GiB < likely.at(largest + 1)
+    corrected = likely.after(tried(line.at(16) + 16 * MiB))
+    assert corrected.largest_within(GiB) < largest
+
+
+@pytest.mark.parametrize(
+    ("trial", "said"),
+    [
+        (tried(5, is_out_of_memory=True, num_alloc_retries=3), "out of memory"),
+        (tried(5, num_alloc_retries=1), "the allocator had to give back its cache and try again"),
+        (tried(None), "ran; its peak could not be read"),
+        (tried(GiB), "fits"),
+        (tried(GiB + 1), "more than the 1024.00 MiB that may be used"),
+    ],
+)
+def test_what_came_of_a_trial_is_told(trial, said):
+    assert trial.outcome == said
+
+
+def test_where_nothing_fits_the_larger_part_of_one_sample_says_what_would_help():
+    few = tried(2 * GiB, batch_size=1)
+    text = nothing_fits(few, "a card", 4 * GiB, None)
+    assert text == (
+        "No batch size fits a card: 1 is the smallest that was tried. It takes 2.00 GiB, and "
+        "1024.00 MiB may be used of 4.00 GiB. A smaller model, a precision of 16 bits or "
+        "recomputing activations (torch.utils.checkpoint) takes less."
+    )
+    failed = nothing_fits(tried(None, is_out_of_memory=True), "a card", 4 * GiB, None)
+    assert "It ran out of memory, with 1024.00 MiB to use of 4.00 GiB." in failed
+    # Weights, buffers, gradients and state of 4,010 B.
+    held = nothing_fits(few, "a card", 4 * GiB, law(batch_size=50))
+    assert "Parameters, gradients and optimizer state are 3.92 KiB of it:" in held
+    light = law(batch_size=50, held={Category.PARAMETER: 100, Category.GRADIENT: 0})
+    rest = nothing_fits(few, "a card", 4 * GiB, light)
+    # An input of 5, 420 kept, 400 of outputs.
+    assert "825 bytes of it are activations" in rest

@@ -293,7 +293,9 @@ def test_nothing_is_sent():
 
 
 def test_shared_memory_is_a_copy(tmp_path):
-    counter, semaphore = multiprocessing.Value("i", 1), multiprocessing.Semaphore(1)
+    # Python 3.14's default method would start a process that keeps track of semaphores.
+    context = multiprocessing.get_context("fork")
+    counter, semaphore = context.Value("i", 1), context.Semaphore(1)
     mapped = np.memmap(tmp_path / "data", dtype="f4", mode="w+", shape=(1000,))
     tensor = torch.ones(10).share_memory_()
 

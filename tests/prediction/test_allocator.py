@@ -173,6 +173,35 @@ def test_a_peak_is_the_largest_figure_so_far(events, settings):
         assert stats.peak_reserved_bytes >= largest_reserved
 
 
+@given(requests, settings_of_segments)
+def test_without_expandable_segments_no_peak_of_reserved_memory_is_between_requests(
+    events, settings
+):
+    driver = Driver(RunningAllocator(settings, capacity_bytes=100 * MiB))
+    largest_reserved = 0
+    for event in events:
+        driver.request(*event)
+        largest_reserved = max(largest_reserved, driver.allocator.reserved_bytes)
+        assert driver.allocator.stats().peak_reserved_bytes == largest_reserved
+
+
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_the_peak_of_reserved_memory_begins_anew_at_what_is_reserved(is_expandable):
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=is_expandable))
+    kept = allocator.allocate(40 * MiB)
+    allocator.free(allocator.allocate(60 * MiB))
+    allocator.empty_cache()
+    assert allocator.stats().peak_reserved_bytes == 100 * MiB
+    allocator.reset_peaks()
+    assert allocator.stats().peak_reserved_bytes == 40 * MiB
+    allocator.allocate(20 * MiB)
+    assert allocator.stats().peak_reserved_bytes == 60 * MiB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.stats().peak_reserved_bytes == 60 * MiB
+    assert allocator.stats().reserved_bytes == 20 * MiB
+
+
 def test_peaks_begin_anew_when_reset():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(3 * MiB))
@@ -241,6 +270,27 @@ def test_a_full_device_is_asked_again_after_the_cache_is_given_back():
     allocator.allocate(40 * MiB)
     stats = allocator.stats()
     assert (stats.num_alloc_retries, stats.num_ooms, stats.reserved_bytes) == (1, 0, 40 * MiB)
+
+
+def test_a_device_without_memory_refuses_every_request():
+    allocator = CachingAllocator(capacity_bytes=0)
+    with pytest.raises(OutOfMemoryError) as caught:
+        allocator.allocate(1)
+    assert str(caught.value) == (
+        "Tried to allocate 2.00 MiB of a capacity of 0 bytes, of which 0 bytes is free. 0 bytes is "
+        "allocated, and 0 bytes is reserved but unallocated."
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_just_enough_oversize_blocks_are_given_back_without_a_retry(num_blocks):
+    settings = AllocatorSettings(max_split_bytes=20 * MiB)
+    allocator = CachingAllocator(settings, capacity_bytes=num_blocks * 32 * MiB)
+    for block in [allocator.allocate(32 * MiB) for _ in range(num_blocks)]:
+        allocator.free(block)
+    allocator.allocate(64 * MiB)
+    assert allocator.num_alloc_retries == 0
+    assert allocator.reserved_bytes == num_blocks * 32 * MiB
 
 
 def test_a_request_too_large_is_refused_with_the_state_and_the_allocator_goes_on():

@@ -154,3 +154,21 @@ def test_a_setting_that_is_unknown_or_wrong_is_refused(text, message):
 def test_divisions_that_pytorch_has_not_are_refused(divisions):
     with pytest.raises(ValueError, match="roundup_power2_divisions has"):
         AllocatorSettings(roundup_power2_divisions=divisions)
+
+
+@pytest.mark.parametrize(
+    ("requested_bytes", "block_bytes"),
+    [
+        (512 * KiB + 1, 576 * KiB),
+        (MiB + 1, MiB + 128 * KiB),
+        (2 * MiB - 1, 2 * MiB),
+        (2 * MiB, 2 * MiB),
+        (2 * MiB + 1, 2 * MiB + 512 * KiB),
+        (4 * MiB + 1, 6 * MiB),
+        (8 * MiB + 1, 8 * MiB + 512),
+        ((1 << 45) + 1, (1 << 45) + (1 << 41)),
+    ],
+)
+def test_each_power_of_two_from_a_mebibyte_on_has_its_own_divisions(requested_bytes, block_bytes):
+    settings = AllocatorSettings(roundup_power2_divisions=(8, 4, 2, *[1] * 12, 16))
+    assert settings.block_bytes(requested_bytes) == block_bytes

@@ -1,7 +1,7 @@
 """Records what operators ask of PyTorch's caching allocator, on a real or virtual CUDA device:
-python tests/recorded/record_kernels.py NAME COUNT.
+python tests/recorded/record_kernels.py NAME [COUNT].
 
-At most COUNT calls of every operator are kept, evenly chosen.
+At most COUNT calls of every operator are kept, evenly chosen; without it all are, gzipped.
 
 Every call of `tests/kernel_zoo.py` is made once to warm up and once with the allocator's history
 on. The file has one line for each: its allocations and frees in order (`+1024` asks for 1,024 B,
@@ -9,6 +9,7 @@ on. The file has one line for each: its allocations and frees in order (`+1024` 
 """
 
 import datetime
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -73,7 +74,9 @@ def attempt(case):
 def main():
     properties = torch.cuda.get_device_properties(0)
     lines, failed = {}, {}
-    for name, case in kernel_zoo.sample(int(sys.argv[2])).items():
+    name_of_file, *count = sys.argv[1:]
+    chosen = kernel_zoo.sample(int(count[0])) if count else kernel_zoo.cases()
+    for name, case in chosen.items():
         line = attempt(case)
         if isinstance(line, str):
             failed[name] = line
@@ -92,7 +95,11 @@ def main():
         f"{json.dumps(name)}: {json.dumps(line)}" for name, line in sorted(lines.items())
     )
     text = json.dumps(head)[:-1] + ',\n"cases": {\n' + body + "\n}}\n"
-    (Path(__file__).parent / "kernels" / f"{sys.argv[1]}.json").write_text(text, encoding="utf-8")
+    path = Path(__file__).parent / "kernels" / f"{name_of_file}.json"
+    if count:
+        path.write_text(text, encoding="utf-8")
+    else:
+        path.with_suffix(".json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     for name, error in failed.items():
         print(name, "::", error)
     print(len(lines), "recorded", len(failed), "failed")

@@ -1,5 +1,6 @@
 """Hooks of a copied model: they work on the copy, and leave nothing of it behind."""
 
+import copy
 import functools
 from types import FunctionType
 
@@ -43,6 +44,15 @@ def test_a_hook_that_knows_its_module_by_a_closure_works_on_the_copy(mode):
     made = ran(model, mode)
     assert model.kept == []
     assert [tuple(tensor.shape) for tensor in made.kept] == [(2, 4), (4, 3)]
+
+
+def test_a_copy_leaves_pythons_own_copies_as_they_were(mode):
+    model = Keeps()
+    names = [name for name in vars(copy) if name.startswith("_") and name != "__builtins__"]
+    before = {name: copy.copy(getattr(copy, name)) for name in names}
+    fake_copy(model, mode)
+    assert {name: getattr(copy, name) for name in names} == before
+    assert copy.deepcopy({"function": ran})["function"] is ran
 
 
 def test_an_optimizer_that_hooks_of_parameters_step_is_copied_with_its_parameters(mode):

@@ -3,6 +3,7 @@ would do otherwise.
 """
 
 import gc
+import re
 from functools import partial
 
 import pytest
@@ -442,8 +443,10 @@ def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
         r"aten::.*memcallback.TrainingStep\(model, batch, loss=",
     ) as caught:
         on_card(CallsAnotherLibrary(), vectors())
-    assert str(caught.value).count("\n") == 0
-    assert len(str(caught.value)) < 400
+    text = str(caught.value)
+    assert text.count("\n") == 0
+    # PyTorch 2.6 detaches by another operator, with a longer name.
+    assert len(text) - len(re.search(r"aten::\w+", text)[0]) < 390
     assert "which have shapes and no values" in caught.value.__notes__[0]
 
 

@@ -7,7 +7,8 @@ would be decomposed for a CPU; `registered` gives them CUDA's decompositions dur
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.cuda.decompositions.sparse import sparse_decomposition
 from memcallback.cuda.op_call import OpCall
 from memcallback.devices.catalogue import DeviceSpec
+
+_META = torch._C.DispatchKey.Meta
 
 
 def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
@@ -107,10 +110,42 @@ def for_compiler(device: DeviceSpec) -> Iterator[None]:
     try:
         for name, kernel in composite_kernels(device).items():
             library.impl(name, kernel, "AutogradMeta")
-        yield
+        with _without_meta_kernels(_composites_with_meta_kernels()):
+            yield
     finally:
         _compiles = before
         library._destroy()
+
+
+@functools.cache
+def _composites_with_meta_kernels() -> tuple[Any, ...]:
+    """The composite operators for which PyTorch has a Python kernel on `meta` besides."""
+    from torch._decomp import global_decomposition_table  # imports much
+
+    return tuple(
+        op
+        for op in global_decomposition_table["post_autograd"]
+        if _META in getattr(op, "py_kernels", ())
+        and has_kernel(op.name(), "CompositeImplicitAutograd")
+    )
+
+
+@contextlib.contextmanager
+def _without_meta_kernels(ops: Sequence[Any]) -> Iterator[None]:
+    """Let composite operators decompose above autograd, as they do on a device.
+
+    With a kernel of their own on `meta` they would be single operators there, without a derivative:
+    `nll_loss`, `upsample_bilinear2d`, `where` with a number.
+    """
+    kernels = [op.py_kernels.pop(_META) for op in ops]
+    for op in ops:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernel in zip(ops, kernels, strict=True):
+            op.py_kernels[_META] = kernel
+            op._dispatch_cache.clear()
 
 
 def is_compiling() -> bool:

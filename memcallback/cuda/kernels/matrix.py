@@ -32,8 +32,13 @@ def uses_cublas(call: OpCall) -> bool:
 
 
 def uses_cublaslt(call: OpCall) -> bool:
-    """Whether a call needs cuBLASLt's workspace of 1 MiB too, after cuBLAS's."""
+    """Whether a call needs cuBLASLt's workspace of 1 MiB too, after cuBLAS's.
+
+    Inductor has it write into outputs with padded rows, which cuBLASLt is not asked for.
+    """
     if call.name not in ("addmm", "_addmm_activation") or not uses_cublas(call):
+        return False
+    if not all(output.is_contiguous() for output in call.outputs):
         return False
     bias, _, factor, beta = call.arguments[:4]
     is_row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)

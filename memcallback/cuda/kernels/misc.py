@@ -278,7 +278,7 @@ def _multinomial(call: OpCall) -> Kernel:
     if count > 1:
         num_slices = x.numel() // max(x.shape[-1], 1)
         values = kernel.alloc(num_slices * count * x.element_size())
-        add_topk(kernel, call.device.num_multiprocessors, x.element_size(), num_slices, x.shape[-1])
+        add_topk(kernel, call.device, x.element_size(), num_slices, x.shape[-1])
         kernel.free(values)
     kernel.free(quotients)
     return kernel.build()

@@ -11,6 +11,7 @@ import torch
 from memcallback.core.kernel import Kernel
 from memcallback.core.units import round_up
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
+from memcallback.devices.catalogue import DeviceSpec
 
 #: Values in a tile of `DeviceRadixSort` (onesweep) by major compute capability (7: and below), then
 #: by bytes of a key with values of 8 bytes; `narrow`: both of 4.
@@ -24,6 +25,10 @@ _SORT_TILES: dict[int, dict[int | str, int]] = {
 _ROW_TILES = {9: 5760, 8: 3840, 7: 2816}
 #: Values in a tile of `DeviceScan` by bytes of a value.
 _SCAN_TILES = {1: 7680, 2: 3840, 4: 1920, 8: 896}
+#: Values in a tile of `DeviceScan::InclusiveSumByKey`, keys and values of 4 bytes, by compute
+#: capability. Measured on virtual devices of 7.5, 8.0, 8.6 and 9.0; later ones are taken for 9.0.
+_BY_KEY_TILES = {(8, 0): 3840, (9, 0): 4032}
+_OTHER_BY_KEY_TILES = 2304
 
 
 def radix_sort_bytes(major: int, key_bytes: int, value_bytes: int, bits: int, count: int) -> int:
@@ -237,7 +242,7 @@ _TOPK_THREADS, _TOPK_BLOCKS, _TOPK_ITEMS = 256, 6, (4, 64)
 
 
 def add_topk(
-    kernel: KernelBuilder, num_multiprocessors: int, itemsize: int, num_slices: int, length: int
+    kernel: KernelBuilder, device: DeviceSpec, itemsize: int, num_slices: int, length: int
 ) -> None:
     """Allocate and free the scratch of `topk` (`mbtopk::launch`, TensorTopK.cu).
 
@@ -248,7 +253,9 @@ def add_topk(
     )
     if length < least:
         return
-    of_a_thread = -(-length * num_slices // (num_multiprocessors * _TOPK_BLOCKS * _TOPK_THREADS))
+    of_a_thread = -(
+        -length * num_slices // (device.num_multiprocessors * _TOPK_BLOCKS * _TOPK_THREADS)
+    )
     of_a_block = max(_TOPK_ITEMS[0], min(of_a_thread, _TOPK_ITEMS[1])) * _TOPK_THREADS
     num_blocks = num_slices * -(-length // of_a_block)
     digits = 8 if itemsize == 8 else 4
@@ -263,13 +270,17 @@ def add_topk(
     )
     temps = [kernel.alloc(size) for size in sizes]
     for _ in range(2):
-        kernel.free(kernel.alloc(scan_by_key_bytes(num_blocks)))
+        kernel.free(kernel.alloc(_scan_by_key_bytes(device, num_blocks)))
     kernel.free(*reversed(temps))
 
 
-def scan_by_key_bytes(count: int) -> int:
-    """Scratch of CUB's `DeviceScan::InclusiveSumByKey` of 4-byte values: 16 bytes per tile."""
-    return round_up((-(-count // _SCAN_TILES[4]) + 32) * 16, 256) + 511
+def _scan_by_key_bytes(device: DeviceSpec, count: int) -> int:
+    """Scratch of CUB's `DeviceScan::InclusiveSumByKey`: a state and the last key of each tile."""
+    capability = device.compute_capability
+    if capability >= (9, 0):
+        capability = (9, 0)
+    tiles = -(-count // _BY_KEY_TILES.get(capability, _OTHER_BY_KEY_TILES))
+    return round_up((tiles + 32) * 16, 256) + round_up((tiles + 1) * 4, 256) + 255
 
 
 def _topk(call: OpCall) -> Kernel:
@@ -284,7 +295,7 @@ def _topk(call: OpCall) -> Kernel:
     copy = kernel.alloc_copy(x)
     add_topk(
         kernel,
-        call.device.num_multiprocessors,
+        call.device,
         x.element_size(),
         x.numel() // max(length, 1),
         length,

@@ -6,20 +6,46 @@ from typing import Any
 
 from torch import nn
 
+#: Where and of which methods Lightning keeps what `torch.compile` made (utilities/compile.py).
+_LIGHTNING_CONTEXT = "_compiler_ctx"
+_LIGHTNING_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the forward pass of a module is compiled, and its hooks are not."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
+def has_compiled_code(module: nn.Module) -> bool:
+    """Whether a module is, or wraps, one that `torch.compile` or `Module.compile` has compiled."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or _LIGHTNING_CONTEXT in vars(module)
+    )
+
+
 def compile_as(copy: nn.Module, module: Any) -> None:
     """Compile a copy as `module` is, which `torch.compile` or `Module.compile` has compiled.
 
-    Only the forward pass is: hooks of a copy tell which module runs, and would be compiled.
+    Only the forward pass is: hooks of a copy tell which module runs, and would be compiled. Of a
+    LightningModule that `torch.compile` has compiled, the Trainer runs its steps compiled too.
     """
-    context = vars(module).get("dynamo_ctx")
+    own = vars(module)
+    by_lightning = own.get(_LIGHTNING_CONTEXT)
+    if by_lightning is not None:  # the Trainer has replaced the methods by those of the original
+        context = by_lightning["dynamo_ctx"]
+        for name in _LIGHTNING_METHODS:
+            method = by_lightning[f"original_{name}"]
+            setattr(copy, name, context(getattr(method, "__func__", method).__get__(copy)))
+        return
+    context = own.get("dynamo_ctx")
+    if context is not None and hasattr(copy, "training_step"):
+        for name in _LIGHTNING_METHODS:
+            setattr(copy, name, context(getattr(copy, name)))
+        return
     if context is None:
-        context = _context_of(vars(module).get("_compiled_call_impl"))
+        context = _context_of(own.get("_compiled_call_impl"))
     if context is not None:
         copy.forward = context(copy.forward)
 

@@ -35,8 +35,12 @@ from memcallback.core.torch_private import (
 )
 from memcallback.core.units import MiB
 from memcallback.isolation.child import is_in_child
-from memcallback.step.copies.compiled import compile_as
-from memcallback.step.copies.functions import FunctionCopies, hooks_of
+from memcallback.step.copies.compiled import compile_as, has_compiled_code
+from memcallback.step.copies.functions import (
+    FunctionCopies,
+    functions_found_in_memo,
+    hooks_of,
+)
 from memcallback.step.copies.known import remember_values
 from memcallback.step.copies.modes import without_modes
 
@@ -249,7 +253,12 @@ def copy_with(
         memo.update(dict.fromkeys(map(id, _run_references(obj))))
         functions.begin(memo)
         try:
-            with _CopyMode(make, at_copy), torch.no_grad(), _copied_generators():
+            with (
+                _CopyMode(make, at_copy),
+                torch.no_grad(),
+                _copied_generators(),
+                functions_found_in_memo(),
+            ):
                 for compiled in _compiled_modules(obj):
                     memo[id(compiled)] = copy.deepcopy(compiled._orig_mod, memo)
                 copied = [*_copy_own_kinds(obj, make, memo), *_make_shells(obj, memo)]
@@ -277,7 +286,7 @@ def copy_with(
         else:
             _settle(memo)
             for module in _modules_of(obj) if compiles else ():
-                if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+                if has_compiled_code(module):
                     compile_as(memo[id(module)], module)
             return result
 

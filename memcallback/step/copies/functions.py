@@ -140,6 +140,26 @@ class FunctionCopies:
         ]
 
 
+@contextmanager
+def functions_found_in_memo() -> Iterator[None]:
+    """Have `copy.deepcopy` look for functions in its memo, as before Python 3.14.
+
+    What is not there stays shared, so other copies made meanwhile are what they would be.
+    """
+    at_once: set[type] = getattr(copy, "_atomic_types", set())
+    copiers: dict[type, Any] = getattr(copy, "_deepcopy_dispatch", {})
+    if FunctionType not in at_once:
+        yield
+        return
+    copiers[FunctionType] = lambda function, memo: function
+    at_once.discard(FunctionType)
+    try:
+        yield
+    finally:
+        at_once.add(FunctionType)
+        del copiers[FunctionType]
+
+
 def _fresh(value: Any) -> Any:
     """A copy of a container, and of those in it, whose other contents are shared."""
     if type(value) not in _WRITABLE or len(value) > _MAX_ITEMS:

@@ -273,6 +273,18 @@ class TraceMode(FakeTensorMode):
             self.is_recording, placement.reports_cuda_device = before
 
     @contextmanager
+    def recorded_on_device(self) -> Iterator[None]:
+        """Record what runs inside `unrecorded`, with all new tensors on the device."""
+        placement = self.placement
+        before = self.is_recording, placement.reports_cuda_device, placement.target
+        self.is_recording, placement.reports_cuda_device, placement.target = True, False, "device"
+        try:
+            with self:
+                yield
+        finally:
+            self.is_recording, placement.reports_cuda_device, placement.target = before
+
+    @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Run a backward pass inside, for which CUDA has a thread of its own."""
         before, self._is_in_backward = self._is_in_backward, True

@@ -29,8 +29,9 @@ _COMPILED = (
     "steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
-    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out: with them less is "
-    "allocated, and more stays reserved."
+    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
+    "allocates less, as what a graph uses is not counted; reserved was between 14 % less and 5 % "
+    "more in three steps that were measured, and can be more where shapes vary."
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
@@ -38,6 +39,8 @@ _NOT_TUNED = (
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
+#: The function around a compiled one, and its name in PyTorch 2.6.
+_WRAPPERS = ("compile_wrapper", "_fn")
 #: The most characters of an error's text that are quoted.
 _MAX_CHARACTERS = 160
 
@@ -66,6 +69,11 @@ class CompiledCode:
             if self.compiles and "torch._inductor.compile_fx" in sys.modules:
                 torch.compiler.reset()  # else what other traces compiled makes this one dynamic
             yield eval_frame, "_callback_from_stance", partial(self._callback, original)
+            if self.compiles:
+                # Imported here, as it imports a part of PyTorch's compiler.
+                from memcallback.trace.patches.random_state import random_state_patches
+
+                yield from random_state_patches()
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
 
@@ -77,7 +85,7 @@ class CompiledCode:
     def _callback(self, original: Callable[[Any], Any], callback: Any) -> Any:
         """What Dynamo calls with each frame of compiled code."""
         caller = sys._getframe(2)  # beyond what keeps a patch in this thread
-        if caller.f_code.co_name != "compile_wrapper" or not callable(callback):
+        if caller.f_code.co_name not in _WRAPPERS or not callable(callback):
             return original(callback)
         function = caller.f_locals.get("fn")
         if _is_predicted_compiled(function):

@@ -26,6 +26,7 @@ from memcallback.cuda.decompositions.registry import for_compiler, is_compiling
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.modes import without_modes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
+from memcallback.trace.patches.compiled_optimizers import optimizer_patches
 from memcallback.trace.patches.generated_code import module_of
 from memcallback.trace.patches.patching import Patch, patched
 
@@ -62,6 +63,7 @@ def compiling(mode: TraceMode) -> Iterator[None]:
         stack.enter_context(for_compiler(_card_of(mode)))
         stack.enter_context(patched(_fake_patches()))
         stack.enter_context(patched(_inductor_patches(mode)))
+        stack.enter_context(patched(optimizer_patches(mode)))
         stack.enter_context(
             inductor_config.patch(
                 {
@@ -292,8 +294,9 @@ class _CompiledGraph:
         self._function, self.output_strides = function, strides
         self._boxed_call = True  # an attribute of its own, since PyTorch's wrappers copy these
 
-    def post_compile(self, *args: Any) -> None:
-        """Nothing is left to do."""
+    def post_compile(self, inputs: Sequence[Any], *args: Any) -> None:
+        """Tell the backward pass with which strides its inputs come, which Inductor pads."""
+        _of("_inductor.utils").set_tracing_context_output_strides(inputs, self)
 
     def __call__(self, inputs: list[Any]) -> Any:
         """Run the generated code, which empties the list of its inputs."""

@@ -1,0 +1,233 @@
+"""The compiled steps of `compiled.py`: small ones of its own, and models of the accuracy proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from models.workloads import WORKLOADS
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """A block of a decoder."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention and a perceptron."""
+        parts = self.project(self.norm(x)).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
+        x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
+        x = x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
+        return x
+
+
+class Decoder(nn.Module):
+    """A decoder of three blocks, with a graph break after each or checkpointing if asked for."""
+
+    def __init__(
+        self,
+        *,
+        breaks: bool = False,
+        is_checkpointed: bool = False,
+        width: int = 384,
+        words: int = 5000,
+    ) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.layers = nn.ModuleList(Block(width, 6) for _ in range(3))
+        self.norm, self.breaks = nn.LayerNorm(width), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of the next words."""
+        hidden = self.embed(x)
+        for layer in self.layers:
+            if self.is_checkpointed:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+            if self.breaks:
+                torch._dynamo.graph_break()
+        scores: torch.Tensor = self.head(self.norm(hidden))
+        return scores
+
+
+class Residual(nn.Module):
+    """Convolutions with batch norm."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 10)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of the classes."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        scores: torch.Tensor = self.head(x.mean((2, 3)))
+        return scores
+
+
+def perceptron() -> nn.Module:
+    """A perceptron."""
+    return nn.Sequential(
+        nn.Linear(1024, 4096), nn.GELU(), nn.LayerNorm(4096), nn.Linear(4096, 1024)
+    )
+
+
+def squares(model: Any, batch: torch.Tensor) -> Any:
+    """A loss of any output."""
+    return model(batch).float().square().mean()
+
+
+def next_word(model: Any, batch: torch.Tensor) -> Any:
+    """A loss of a decoder."""
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def compile_layers(model: Any) -> Any:
+    """Compile each layer by itself."""
+    for layer in model.layers:
+        layer.compile()
+    return model
+
+
+def not_compiled(model: Any) -> Any:
+    """Leave a model as it is: something else of its step is compiled."""
+    return model
+
+
+def scores_and_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """A product with rows that are padded, and its loss."""
+    labels = torch.zeros(batch.shape[0], dtype=torch.long, device=batch.device)
+    return F.cross_entropy(model(batch), labels)
+
+
+compiled_cross_entropy = torch.compile(F.cross_entropy)
+
+
+def compiled_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """A loss that is compiled by itself."""
+    return compiled_cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """AdamW whose update is compiled."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.step: Any = torch.compile(self.step)
+
+
+def _images() -> torch.Tensor:
+    return torch.zeros(16, 3, 64, 64)
+
+
+def _rows(number: int = 4096, width: int = 1024) -> torch.Tensor:
+    return torch.zeros(number, width)
+
+
+def _words(number: int = 8) -> torch.Tensor:
+    return torch.zeros(number, 257, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and what of it is compiled."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    loss: Callable[[Any, Any], torch.Tensor]
+    precision: str = "32-true"
+    compiled: Callable[[Any], Any] = torch.compile
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+
+
+def _decoder(precision: str = "bf16-mixed", **options: Any) -> Case:
+    return Case(
+        **{"model": Decoder, "batch": _words, "loss": next_word, **options}, precision=precision
+    )
+
+
+def _perceptron(precision: str = "32-true", **options: Any) -> Case:
+    return Case(
+        **{"model": perceptron, "batch": _rows, "loss": squares, **options}, precision=precision
+    )
+
+
+def _workload(architecture: str, precision: str = "32-true") -> Case:
+    workload = WORKLOADS[architecture]
+    return Case(workload.model, workload.batch, workload.losses[0], precision)
+
+
+CASES: dict[str, Case] = {
+    "perceptron": _perceptron(),
+    "perceptron, bf16": _perceptron("bf16-mixed"),
+    "perceptron, 16": _perceptron("16-mixed"),
+    "perceptron, batch 1000": _perceptron(batch=partial(_rows, 1000)),
+    "perceptron, compiled AdamW too": _perceptron(optimizer=CompiledAdamW),
+    "language head, whole loss": Case(
+        partial(nn.Linear, 256, 5000),
+        partial(_rows, 2048, 256),
+        torch.compile(scores_and_loss),
+        compiled=not_compiled,
+    ),
+    "language head, whole loss, bf16": Case(
+        partial(nn.Linear, 256, 5000),
+        partial(_rows, 2048, 256),
+        torch.compile(scores_and_loss),
+        "bf16-mixed",
+        not_compiled,
+    ),
+    "convolutions": Case(Residual, _images, squares),
+    "convolutions, bf16": Case(Residual, _images, squares, "bf16-mixed"),
+    "convolutions, 16": Case(Residual, _images, squares, "16-mixed"),
+    "decoder": _decoder("32-true"),
+    "decoder, bf16": _decoder(),
+    "decoder, 16": _decoder("16-mixed"),
+    "decoder, bf16, batch 5": _decoder(batch=partial(_words, 5)),
+    "decoder, bf16, dynamic": _decoder(compiled=partial(torch.compile, dynamic=True)),
+    "decoder, bf16, by layer": _decoder(compiled=compile_layers),
+    "decoder, bf16, graph breaks": _decoder(model=partial(Decoder, breaks=True)),
+    "decoder, bf16, checkpointing": _decoder(model=partial(Decoder, is_checkpointed=True)),
+    "decoder, bf16, checkpointing, by layer": _decoder(
+        model=partial(Decoder, is_checkpointed=True), compiled=compile_layers
+    ),
+    "decoder, bf16, the loss alone": _decoder(loss=compiled_loss, compiled=not_compiled),
+    "decoder, bf16, model and loss as one": _decoder(
+        loss=torch.compile(next_word), compiled=not_compiled
+    ),
+    "mlp": _workload("mlp"),
+    "mlp, 16": _workload("mlp", "16-mixed"),
+    "vae": _workload("vae"),
+    "vae, bf16": _workload("vae", "bf16-mixed"),
+    "dlrm": _workload("dlrm"),
+    "autoencoder, bf16": _workload("autoencoder", "bf16-mixed"),
+    "wavenet": _workload("wavenet"),
+    "graph-network": _workload("graph-network"),
+    "unet, bf16": _workload("unet", "bf16-mixed"),
+    "resnet18, bf16": _workload("resnet18", "bf16-mixed"),
+    "vit-s16, bf16": _workload("vit-s16", "bf16-mixed"),
+    "torch-encoder, bf16": _workload("torch-encoder", "bf16-mixed"),
+    "convnext, 16": _workload("convnext", "16-mixed"),
+    "gpt2, bf16": _workload("gpt2", "bf16-mixed"),
+    "bert, bf16": _workload("bert", "bf16-mixed"),
+}

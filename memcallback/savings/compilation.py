@@ -1,0 +1,77 @@
+"""torch.compile as a way to need less memory, and how much it may keep for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from memcallback.savings.plan import SavingGroup
+from memcallback.savings.saving import COMPILATION, Saving
+from memcallback.step.copies.compiled import has_compiled_code
+from memcallback.step.training_step import TrainingStep
+
+#: 1 is PyTorch's default. What is kept does not shrink evenly, so each is predicted by itself.
+_BUDGETS = (0.75, 0.5, 0.25, 0.0)
+#: How the caveats begin that tell of code that was not compiled (trace/patches/compiled.py and
+#: trace/caveats.py).
+_NOT_COMPILED = (
+    "Compiled code ran as it would without compilation",
+    "Compiled code was traced as it would run without compilation",
+    "A compiled module was traced as it would run without compilation",
+)
+
+
+def compilation(step: TrainingStep) -> Iterator[Saving]:
+    """Compiling what is not compiled, and smaller budgets for what is."""
+    if step.ranks is not None:  # which are traced without compilation
+        return
+    if not any(map(has_compiled_code, step.model.modules())):
+        yield Saving(
+            name="torch.compile",
+            kind=COMPILATION,
+            group=SavingGroup.CHANGES_NUMBERS,
+            apply=partial(TrainingStep.varied, prepare=_compiled),
+            changes="rounding, in fused kernels",
+            line="model = torch.compile(model)",
+        )
+        return
+    for budget in _BUDGETS:
+        yield Saving(
+            name=f"activation_memory_budget {budget:g}",
+            kind=COMPILATION,
+            group=SavingGroup.CHANGES_NUMBERS,
+            apply=lambda step: step,
+            changes="rounding, in what is computed again in the backward pass",
+            line=f"torch._functorch.config.activation_memory_budget = {budget:g}",
+            activation_memory_budget=budget,
+        )
+
+
+def _compiled(model: nn.Module, batch: Any) -> Any:
+    # The Trainer runs the training step of a compiled LightningModule compiled.
+    for name in ("forward", "training_step"):
+        if hasattr(model, name):
+            setattr(model, name, torch.compile(getattr(model, name)))
+    return batch
+
+
+@contextmanager
+def activation_memory_budget(budget: float | None) -> Iterator[None]:
+    """Compile inside with a budget; None for PyTorch's default."""
+    if budget is None:
+        yield
+        return
+    config: Any = import_module("torch._functorch.config")
+    with config.patch(activation_memory_budget=budget):
+        yield
+
+
+def why_not_compiled(caveats: tuple[str, ...]) -> str | None:
+    """Why a step was predicted as without compilation; None if it was compiled."""
+    return next((caveat for caveat in caveats if caveat.startswith(_NOT_COMPILED)), None)

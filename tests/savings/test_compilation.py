@@ -1,0 +1,62 @@
+"""What compiling a step would buy, and a smaller budget of what a compiled one keeps."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import memcallback as mc
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="compiles in a child alone"),
+]
+CARD = "NVIDIA H200"
+
+
+@pytest.fixture(autouse=True)
+def in_a_child(monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+def step(model):
+    return mc.TrainingStep(model, torch.zeros(512, 64), loss=squares, optimizer=torch.optim.AdamW)
+
+
+def rows(plan):
+    return {row.saving: row for row in plan.rows}
+
+
+def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_step():
+    row = rows(mc.what_if(step(perceptron()), device=CARD))["torch.compile"]
+    compiled = mc.predict(step(torch.compile(perceptron())), device=CARD)
+    assert row.peak_allocated_bytes == compiled.peak_allocated_bytes
+    assert row.peak_reserved_bytes == compiled.peak_reserved_bytes
+    assert row.line == "model = torch.compile(model)"
+    assert "compiling took" in row.changes
+
+
+def test_a_budget_of_what_is_kept_is_a_row_of_a_compiled_step():
+    plan = mc.what_if(step(torch.compile(perceptron())), device=CARD)
+    found = rows(plan)
+    assert "torch.compile" not in found
+    none_kept = found["activation_memory_budget 0"]
+    assert none_kept.line == "torch._functorch.config.activation_memory_budget = 0"
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        compiled = mc.predict(step(torch.compile(perceptron())), device=CARD)
+    assert none_kept.peak_allocated_bytes == compiled.peak_allocated_bytes
+    assert none_kept.peak_allocated_bytes < plan.current.peak_allocated_bytes
+
+
+def test_where_nothing_is_compiled_there_is_no_such_row():
+    assert "torch.compile" not in rows(mc.what_if(step(perceptron()), device=CARD, isolate=False))
+    assert "torch.compile" not in rows(mc.what_if(step(perceptron()), device="cpu"))
