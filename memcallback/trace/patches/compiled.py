@@ -30,8 +30,8 @@ _COMPILED = (
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
-    "allocates less, as what a graph uses is not counted; reserved was between 14 % less and 5 % "
-    "more in three steps that were measured, and can be more where shapes vary."
+    "allocates less, because the memory of a graph does not count as allocated; reserved was "
+    "between 14 % less and 5 % more in three measured steps, and can be more where shapes vary."
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
