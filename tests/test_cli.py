@@ -794,8 +794,8 @@ def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
     assert (
-        "error: --device 'cuda:0' is a CUDA device of this machine, which has none. Name a card"
-        in capfd.readouterr().err
+        "error: --device 'cuda:0' names a CUDA device of this machine, and this machine has none. "
+        "Name a card" in capfd.readouterr().err
     )
 
 
@@ -879,7 +879,7 @@ def test_savings_are_listed_with_what_they_buy(capsys):
         ),
         (
             ["suggest", "--effective-batch-size", "7", "--world-size", "2"],
-            "must be a multiple of the 2 ranks, got 7",
+            "must be a multiple of 2, the number of ranks, got 7",
         ),
         (["suggest", "--dataset-size", "1", "--world-size", "2"], "got 1 samples for 2 ranks"),
         (

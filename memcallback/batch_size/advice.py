@@ -177,7 +177,7 @@ class BatchSizeAdvice(Printable):
         )
         if effective_batch_size % world_size:
             raise ValueError(
-                f"effective_batch_size must be a multiple of the {world_size} ranks, "
+                f"effective_batch_size must be a multiple of {world_size}, the number of ranks, "
                 f"got {effective_batch_size}. The nearest is "
                 f"{max(1, round(effective_batch_size / world_size)) * world_size}."
             )

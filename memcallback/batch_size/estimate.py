@@ -296,7 +296,8 @@ def estimate_from_trace(
             is_shift_per_sample=is_beyond,
         )
         basis += (
-            f"; raised by {format_bytes(shift_bytes)}, because the measured step needs more"
+            f"; the peak at batch size {measured.batch_size:,} was raised by "
+            f"{format_bytes(shift_bytes)}, because the measured step needs more"
             if is_beyond
             else "; the measured step agrees"
         )
@@ -315,7 +316,7 @@ def estimate_from_trace(
         leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
         leaves_out.append(
-            "other processes on the device (its context is assumed to take "
+            "other processes on the device (the CUDA context is assumed to take "
             f"{format_bytes(outside)})"
         )
     is_host = predicted.peak_reserved_bytes is None

@@ -395,7 +395,7 @@ def _verified(
             why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
-            why = ", as it does not at others"
+            why = " (it did not at other batch sizes)"
         prediction = predict_here(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )

@@ -32,7 +32,7 @@ def resolve(
     if needs_capacity and spec.capacity_bytes is None:
         raise ValueError(
             f"{str(device)!r} has no known memory size. Give a card or a size, such as '24GiB', or "
-            "leave it out for the device that trains."
+            "leave device out for the device that trains."
         )
     return spec
 
@@ -62,7 +62,7 @@ def _local_device(device: torch.device | None) -> DeviceSpec:
         problem = (
             "device is missing, and this machine has no CUDA device to predict for."
             if device is None
-            else f"{str(device)!r} is a CUDA device of this machine, which has none."
+            else f"{str(device)!r} names a CUDA device of this machine, and this machine has none."
         )
         raise ValueError(
             f"{problem} Name a card, such as device='NVIDIA A100-SXM4-80GB', a size of memory, "

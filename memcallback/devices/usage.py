@@ -234,7 +234,7 @@ def _text(name: str | bytes) -> str:
 
 def _devices_of_torch(reason: str) -> DeviceStates:
     if not has_device_file():  # PyTorch is seconds to import
-        return DeviceStates(devices=(), unavailable=f"{reason} This machine has no GPU's driver.")
+        return DeviceStates(devices=(), unavailable=f"{reason} This machine has no GPU driver.")
     import torch
 
     if not torch.cuda.is_available():

@@ -416,7 +416,7 @@ class Prediction(Printable):
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
             return [largest]
-        assumed = "A larger batch is assumed to need no less memory"
+        assumed = "A larger batch is assumed to need at least as much memory"
         if self.trace.is_far(limit):
             assumed += (
                 f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
@@ -614,7 +614,8 @@ class Prediction(Printable):
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
                 "To save time, the search for the largest batch sizes left out some repetitions of "
-                "the step, so they can be too large. The figures of this batch size are complete."
+                "the step, so these sizes can be too large. The figures of this batch size are "
+                "complete."
             )
         elif self.trace.thinned() is not self.trace:
             yield (

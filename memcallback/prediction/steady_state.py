@@ -115,18 +115,22 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
     if freed_bytes == left_bytes:
         return ()
     frees = (
-        f"frees {format_bytes(freed_bytes)} of older memory and leaves {format_bytes(left_bytes)}"
+        f"frees {format_bytes(freed_bytes)} of older memory and leaves {format_bytes(left_bytes)} "
+        "behind"
     )
     if window.stage is not Stage.TRAINING:
         change = f"grows by {format_bytes(left_bytes - freed_bytes)} with each batch"
         if left_bytes < freed_bytes:
-            change = f"falls by {format_bytes(freed_bytes - left_bytes)} after the batch before"
+            change = (
+                f"falls by {format_bytes(freed_bytes - left_bytes)} from batch {window.number - 1} "
+                f"to batch {window.number}"
+            )
         return (
             f"Memory {change} (batch {window.number} {frees}). The figures are those of batch "
             f"{window.number}; num_batches gives those of another.",
         )
     return (
-        f"Update {window.number} {frees} behind, so it differs from update {window.number - 1}. "
+        f"Update {window.number} {frees}, so it differs from update {window.number - 1}. "
         "Its figures are shown; those of later updates may differ.",
     )
 

@@ -54,8 +54,8 @@ _NOTABLE_RISE = 1.01
 #: Points that wait for a prediction at most; later ones are logged without it.
 _MAX_WAITING = 1000
 _NOT_DONE = (
-    "The prediction was not done when the training ended. wait_for_prediction=True has the first "
-    "step wait for it."
+    "The prediction was not done when the training ended. wait_for_prediction=True makes the "
+    "first step wait for it."
 )
 
 

@@ -178,7 +178,7 @@ class RankValues(Printable):
             else ()
         )
         cells = [f"{share:.1f} %" if share is not None else "" for share in known]
-        return ("peak of its capacity", *cells, *[""] * (5 - len(cells)))
+        return ("share of its capacity", *cells, *[""] * (5 - len(cells)))
 
     def lines(self) -> tuple[str, ...]:
         """Which rank is the worst, and which ranks sent no values."""

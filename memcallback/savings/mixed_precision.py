@@ -157,9 +157,9 @@ class Amp:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a saved state, also that of a plain `torch.amp.GradScaler`."""
         if bool(state_dict) == (self.scaler is None):
-            has = "no GradScaler's" if self.scaler is not None else "a GradScaler's"
+            saved = "without" if self.scaler is not None else "with"
             raise ValueError(
-                f"the state is {has}, and the precision is {self.precision}. "
+                f"the state was saved {saved} a GradScaler, and the precision is {self.precision}. "
                 "Use the precision with which it was saved."
             )
         if self.scaler is not None:

@@ -16,7 +16,7 @@ from memcallback.step.training_step import TrainingStep
 #: Devices of a machine; HSDP shards within a machine and replicates over machines.
 _DEVICES_PER_MACHINE = 8
 _OWN_BATCHES = (
-    "each rank has a batch of its own, so there are as many times more samples between two updates"
+    "each rank has a batch of its own, so world_size times as many samples make an update"
 )
 _ONE_BATCH = "nothing: all ranks share one batch"
 

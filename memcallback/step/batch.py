@@ -110,10 +110,12 @@ def check_sequence_length(sequence_length: object, batch: object) -> int:
     sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}
     if length not in sizes:
         known = (
-            f"these have sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "there are none"
+            f"Those sizes are {', '.join(map(str, sorted(sizes)))}."
+            if sizes
+            else "There is no such dimension."
         )
         raise ValueError(
-            f"sequence_length {length} must be the size of a dimension after the first of a tensor "
-            f"in the batch, and {known}. {hint}"
+            f"sequence_length {length} must be the size of a dimension of the batch's tensors, "
+            f"other than the first. {known} {hint}"
         )
     return length

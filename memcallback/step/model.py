@@ -41,7 +41,7 @@ def layer_containers(root: nn.Module) -> list[str]:
         raise ValueError(
             f"{type(root).__name__} has no nn.Sequential of several layers and no nn.ModuleList of "
             "several blocks. Name the modules to checkpoint, each as one block: name=[...]. "
-            f"It has {modules}."
+            f"The model's modules: {modules}."
         )
     return names
 

@@ -151,7 +151,9 @@ def check_options(
     if stages_per_rank is None:
         return
     whole_number(
-        "stages_per_rank", stages_per_rank, "Leave it out for 1, or 2 in schedules of several."
+        "stages_per_rank",
+        stages_per_rank,
+        "Leave it out for 1, or for 2 if the schedule has several stages on each rank.",
     )
     if is_single and stages_per_rank > 1:
         raise ValueError(

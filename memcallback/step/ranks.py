@@ -114,8 +114,8 @@ class Ranks:
             )
         if strategy == "pipeline" and len(self.mesh) > 1:
             raise ValueError(
-                f"mesh {self.mesh} has {len(self.mesh)} dimensions, and strategy 'pipeline' is "
-                "along one. Give a function of the model and the mesh that returns the schedule, "
+                f"mesh {self.mesh} has {len(self.mesh)} dimensions, but strategy 'pipeline' "
+                "uses one. Give a function of the model and the mesh that returns the schedule, "
                 "and spreads each stage over the other dimensions."
             )
         self.strategy = strategy

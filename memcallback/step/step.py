@@ -123,8 +123,8 @@ class Step:
         is_container = isinstance(self.batch, (Mapping, list, tuple))
         if size == 0 or (size is None and is_container and not self.batch):
             raise PredictionError(
-                f"The batch has 0 samples ({outline(self.batch)}), and a step of at least 1 is "
-                "predicted. Give a batch with samples."
+                f"The batch has 0 samples ({outline(self.batch)}), and a prediction needs at least "
+                "1. Give a batch with samples."
             )
         if size is None:
             raise PredictionError(

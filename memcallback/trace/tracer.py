@@ -66,7 +66,10 @@ from memcallback.trace.patches.triton import triton_patches
 from memcallback.trace.repetitions import Irregular, grown
 from memcallback.trace.traced_step import TracedStep
 
-_FULL_HISTORY = "LBFGS runs all its iterations, and from the second update on its history is full"
+_FULL_HISTORY = (
+    "LBFGS is assumed to run all its iterations, and to have a full history from the second update "
+    "on"
+)
 _LEAVE_IT_OUT = "Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
 _GIVE_LOSS = (
     "The step has no loss, so its model is called {}: give "

@@ -132,7 +132,9 @@ def test_accumulation_for_an_effective_batch_size():
 
 
 def test_what_cannot_be_accumulated_is_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"multiple of the 4 ranks, got 258\. The nearest is 256"):
+    with pytest.raises(
+        ValueError, match=r"multiple of 4, the number of ranks, got 258\. The nearest is 256"
+    ):
         advice(100, world_size=4).accumulate_for(258)
     with pytest.raises(ValueError, match="effective_batch_size must be at least 1, got 0"):
         advice(100).accumulate_for(0)

@@ -157,8 +157,7 @@ def test_a_card_is_itself():
         ("100 KiB", "'100 KiB' is neither a card nor its size"),
         (
             "cuda:1",
-            "'cuda:1' is a device of this machine, .* Give it to memcallback.predict; or here the "
-            "name of a card",
+            "'cuda:1' is a device of this machine, .* Give the name of a card or the size of its",
         ),
     ],
 )

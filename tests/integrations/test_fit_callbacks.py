@@ -144,14 +144,14 @@ def test_a_search_with_such_a_callback_says_so(tmp_path):
 
 def test_how_many_samples_make_an_update_is_said_where_batches_are_accumulated(tmp_path, capsys):
     found, _ = fit(tmp_path, max_batch_size=64, trainer_options={"accumulate_grad_batches": 4})
-    assert found.notes[-1] == "One update uses 256 samples (4 batches of 64); before it used 32."
+    assert found.notes[-1] == "One update uses 256 samples (4 batches of 64); previously 32."
     own = mc.MemoryCallback(
         accumulate={0: 1, 1: 3}, fit_batch_size=True, device="4MiB", predict=False
     )
     training.trainer(tmp_path, [own], **(SHORT | {"max_epochs": 2, "limit_val_batches": 0})).fit(
         Sized(num_samples=120)
     )
-    note = "One update uses up to 120 samples (a whole epoch); before it used up to 24."
+    note = "One update uses up to 120 samples (a whole epoch); previously up to 24."
     assert own.fitted.notes[-1] == note
     assert note in capsys.readouterr().out
     plain, _ = fit(tmp_path, max_batch_size=64)

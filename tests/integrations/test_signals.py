@@ -40,7 +40,7 @@ def test_a_sigterm_ends_a_search_and_then_reaches_the_programs_own_handler(recei
         finally:
             steps.append(received[:])
 
-    with pytest.raises(RuntimeError, match="own handler let it go on"), ended_by_sigterm():
+    with pytest.raises(RuntimeError, match="own handler let the program go on"), ended_by_sigterm():
         step()
     assert steps == [[]]
     assert received == [signal.SIGTERM]
@@ -48,7 +48,7 @@ def test_a_sigterm_ends_a_search_and_then_reaches_the_programs_own_handler(recei
 
 def test_a_search_within_a_search_ends_both_and_the_handler_runs_once(received):
     with (
-        pytest.raises(RuntimeError, match="own handler let it go on"),
+        pytest.raises(RuntimeError, match="own handler let the program go on"),
         ended_by_sigterm(),
         ended_by_sigterm(),
     ):

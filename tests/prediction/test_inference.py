@@ -69,7 +69,7 @@ def test_memory_that_falls_after_the_first_batch_is_not_said_to_grow():
 
     prediction = predicted(mc.InferenceStep(KeepsLess(), batch(), keep_outputs="none"))
     (sentence,) = [one for one in prediction.caveats if one.startswith("Memory ")]
-    assert sentence.startswith("Memory falls by 960.00 KiB after the batch before (batch 2 frees ")
+    assert sentence.startswith("Memory falls by 960.00 KiB from batch 1 to batch 2 (batch 2 frees ")
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -91,8 +91,8 @@ def test_without_a_device_here_one_has_to_be_named():
 def test_a_cuda_device_that_is_not_here_is_said_so(given):
     with pytest.raises(
         ValueError,
-        match=r"^'cuda(:1)?' is a CUDA device of this machine, which has none. Name a card, "
-        r".*'24GiB'",
+        match=r"^'cuda(:1)?' names a CUDA device of this machine, and this machine has none. "
+        r"Name a card, .*'24GiB'",
     ):
         mc.predict(make_step(), device=given)
 

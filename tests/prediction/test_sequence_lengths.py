@@ -172,11 +172,11 @@ def test_a_prediction_says_how_long_its_sequences_are():
 def test_a_length_that_cannot_be_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"sequence_length 63 must be the size of a dimension after the first .* these have "
-        r"sizes 64\.",
+        match=r"sequence_length 63 must be the size of a dimension .* other than the first\. Those "
+        r"sizes are 64\. Give",
     ):
         make_step(64, sequence_length=63)
-    with pytest.raises(ValueError, match=r"and there are none\."):
+    with pytest.raises(ValueError, match=r"There is no such dimension\."):
         TrainingStep(nn.Linear(2, 2), torch.ones(2), sequence_length=8)
     with pytest.raises(
         ValueError,

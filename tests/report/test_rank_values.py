@@ -67,7 +67,7 @@ def test_a_table_shows_the_range_and_the_worst_rank_beside_its_prediction():
     lines = [" ".join(line.split()) for line in ranks.to_text().splitlines()]
     assert lines[0] == "Memory over 2 of 3 ranks, step 1, measured"
     assert "forward 100.00 MiB 200.00 MiB 300.00 MiB 300.00 MiB 290.00 MiB" in lines
-    assert "peak of its capacity 19.5 % 29.3 % 39.1 % 39.1 %" in lines
+    assert "share of its capacity 19.5 % 29.3 % 39.1 % 39.1 %" in lines
     assert (
         "Rank 2 (a card of node7) is nearest to its capacity, 39.1 % at its peak."
         in ranks.to_text()

@@ -262,11 +262,11 @@ def test_the_state_of_the_other_precision_is_refused():
     half, brain = mc.amp("16-mixed", device="cpu"), mc.amp("bf16-mixed", device="cpu")
     with pytest.raises(
         ValueError,
-        match=r"the state is a GradScaler's, and the precision is bf16-mixed\. Use the precision "
-        r"with which it was",
+        match=r"the state was saved with a GradScaler, and the precision is bf16-mixed\. Use the "
+        r"precision with which it was",
     ):
         brain.load_state_dict(half.state_dict())
     with pytest.raises(
-        ValueError, match="the state is no GradScaler's, and the precision is 16-mixed"
+        ValueError, match="the state was saved without a GradScaler, and the precision is 16-mixed"
     ):
         half.load_state_dict(brain.state_dict())

@@ -239,7 +239,7 @@ def test_what_a_pipeline_is_not_is_refused():
         job(schedule=None)
     with pytest.raises(TypeError, match="split must be a function"):
         job(split=3)
-    with pytest.raises(ValueError, match="along one"):
+    with pytest.raises(ValueError, match="uses one"):
         mc.Ranks(4, "pipeline", mesh={"dp": 2, "pp": 2}, n_microbatches=4)
     with pytest.raises(mc.PredictionError, match="accumulate=2 is not supported"):
         predicted(job(), accumulate=2)

@@ -153,7 +153,8 @@ class Health:
             ),
             rule=(
                 "A retry waits for the device and frees the cache, which makes these steps slow; "
-                f"reported from {_NUM_STEPS_WITH_RETRIES} of {_NUM_STEPS} steps."
+                f"reported if at least {_NUM_STEPS_WITH_RETRIES} of {_NUM_STEPS} steps have "
+                "retries."
             ),
             hint=f"Make the batch smaller{fits}. {setting}",
         )

@@ -257,8 +257,8 @@ class _Suspect:
 
 
 _WILL_FILL_DEVICE = (
-    "Unlike a buffer of fixed size, or a list that is emptied after each epoch, this fills the "
-    "device first."
+    "Unlike a buffer of fixed size, or a list that is emptied after each epoch, this will "
+    "fill the device before the training ends."
 )
 _KEEP_NUMBERS = "Keep numbers: loss.item(), or loss.detach() if it has to stay on the device."
 _CUT_GRAPH = "Cut the graph between steps: hidden = hidden.detach(), total += loss.item()."

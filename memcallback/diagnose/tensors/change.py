@@ -152,7 +152,7 @@ class TensorChange(Printable):
         lines = []
         if self.before is not None:
             appeared = _sum("appeared", self.appeared)
-            lines.append(f"In all {appeared}, {_sum('vanished', self.vanished)}.")
+            lines.append(f"In all, {appeared}, {_sum('vanished', self.vanished)}.")
         rest = self.after.unattributed_bytes
         if rest is not None:
             before = None if self.before is None else self.before.unattributed_bytes or 0

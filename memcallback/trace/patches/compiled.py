@@ -30,7 +30,8 @@ _COMPILED = (
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
-    "allocates less, as what a graph uses is not counted; reserved memory can be less or more."
+    "allocates less, because the memory of a graph does not count as allocated; reserved memory "
+    "can be less or more."
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "

@@ -195,7 +195,7 @@ def notes_on_updates(
     )
     where = " on each device" if trainer.world_size > 1 else ""
     return (
-        f"One update uses {up_to}{samples} samples{where} ({batches}); before it used "
+        f"One update uses {up_to}{samples} samples{where} ({batches}); previously "
         f"{up_to}{samples_before}.",
     )
 

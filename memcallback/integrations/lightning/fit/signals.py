@@ -44,8 +44,8 @@ def ended_by_sigterm() -> Iterator[None]:
     if is_terminated:
         signal.raise_signal(signal.SIGTERM)
         raise RuntimeError(
-            "A SIGTERM ended the search for a batch size, and the program's own handler let it go "
-            "on. Everything is as before the search."
+            "A SIGTERM ended the search for a batch size, and the program's own handler let the "
+            "program go on. Everything is as before the search."
         )
 
 
