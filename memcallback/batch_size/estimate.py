@@ -218,7 +218,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much memory a smaller batch saves: only a prediction knows that, so try it first"
+            "how much memory a smaller batch saves, which only a prediction knows: test the "
+            "suggested size before you rely on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"

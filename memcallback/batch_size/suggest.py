@@ -277,11 +277,10 @@ def _for_one(
         validation = predict_here(wanted.validation, device=device)
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
-        why_not = (
-            ""
-            if validated
-            else f"Validation does not limit the batch size: {_why_none(validation)}"
-        )
+        if validated is None:
+            known = validation.trace.is_any_batch_size_known
+            said = "does not limit the batch size" if known else "was not taken into account"
+            why_not = f"Validation {said}: {_why_none(validation)}"
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(step, prediction, measured, buckets_bytes)

@@ -30,9 +30,9 @@ _Work = Callable[[Callable[[Any], None]], object]
 _is_child = False
 _QUICK_FORK_FAILED = (
     "This process has trained on a device, and PyTorch's autograd refuses to run in a process that "
-    "is forked afterwards. This system has no fork that PyTorch does not notice ({}). Predict "
-    "before training, or in another process (python -m memcallback predict ...), or in this one "
-    "with isolate=False."
+    "is forked afterwards. On this system memcallback cannot fork without PyTorch noticing it "
+    "({}). Predict before training, or in another process (python -m memcallback predict ...), or "
+    "in this one with isolate=False."
 )
 
 

@@ -230,9 +230,9 @@ class BatchTrace:
                 continue
             place = item_text(self.traced, index)
             raise UnknownBatchSize(
-                f"at batch size {batch_size} a size of {place} comes to {numbers[position]}: it "
-                "shrinks with the batch, and was traced too far from this size. Trace the step "
-                "nearer to it."
+                f"the straight line through the traced batch sizes gives a negative size "
+                f"({numbers[position]}) for {place} at batch size {batch_size}. Trace the step at "
+                "a batch size nearer to it."
             )
         return self.traced.with_numbers(numbers, self._answers)
 

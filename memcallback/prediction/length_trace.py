@@ -176,9 +176,8 @@ class SequenceLengthTrace:
                 continue
             place = item_text(longest.traced, index)
             raise UnknownSequenceLength(
-                f"at sequence length {sequence_length} a size of {place} comes to "
-                f"{numbers[position]}: it shrinks with the length, and was traced too far from "
-                "this one. Trace the step at that length."
+                f"the curve through the traced lengths gives a negative size ({numbers[position]}) "
+                f"for {place} at sequence length {sequence_length}. Trace the step at that length."
             )
         return replace(
             longest,

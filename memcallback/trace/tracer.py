@@ -86,8 +86,8 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The step's {} cannot be predicted from the first ones: {}. Give at most {}: so many are all "
-    "traced."
+    "The step's {} cannot be predicted from the first ones: {}. Give at most {}: up to that "
+    "number each one is traced."
 )
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()

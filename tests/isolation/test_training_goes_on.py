@@ -193,9 +193,9 @@ def test_a_fake_tensor_has_no_address(isolate):
 
     model, optimizer = parts()
     step = mc.TrainingStep(model, torch.ones(4, 8), loss=reading, optimizer=optimizer)
-    with pytest.raises(mc.PredictionError, match="no memory to give to compiled code"):
+    with pytest.raises(mc.PredictionError, match="no memory to point to"):
         mc.predict(step, device="24GiB", isolate=isolate)
-    with pytest.warns(MemoryWarning, match="not predicted.*no memory to give to compiled code"):
+    with pytest.warns(MemoryWarning, match="not predicted.*no memory to point to"):
         mc.MemoryLog(
             mc.MemoryRecorder(model, optimizer),
             step,

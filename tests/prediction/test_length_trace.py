@@ -205,8 +205,8 @@ def test_a_size_that_shrinks_below_nothing_is_refused():
     with pytest.raises(
         UnknownSequenceLength,
         match=re.escape(
-            "at sequence length 128 a size of aten::mm in module 'net.0' (backward) with 36 bytes "
-            "comes to -28"
+            "gives a negative size (-28) for aten::mm in module 'net.0' (backward) with 36 bytes "
+            "at sequence length 128"
         ),
     ):
         fit(lambda length, batch_size: step(batch_size, 100 - length)).at(128)

@@ -383,7 +383,7 @@ def test_a_step_with_less_of_something_in_a_larger_batch_has_a_limit_all_the_sam
     step = TrainingStep(Queue(), torch.randn(4, 8), optimizer=torch.optim.SGD)
     predicted = mc.predict(step, device="24GiB")
     assert predicted.limit == predicted.trace.largest_known == 100
-    with pytest.raises(UnknownBatchSize, match="shrinks with the batch"):
+    with pytest.raises(UnknownBatchSize, match="gives a negative size"):
         predicted.at(101)
 
 

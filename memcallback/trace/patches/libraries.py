@@ -75,7 +75,8 @@ def _address(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor]
         if frame.f_code.co_filename.startswith(_DISTRIBUTED):
             return original(tensor)
         raise CompiledCodeError(
-            "Tensor.data_ptr() was called, but a prediction has no memory to give to compiled code"
+            "Tensor.data_ptr() was called, as for a C or C++ extension, but a prediction has no "
+            "memory to point to"
         )
 
     return data_ptr
