@@ -203,11 +203,11 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
 
 
 def _time_of(row: dict[str, Any]) -> str:
-    """How long a prediction took: on the processor, where that was measured, and on the wall."""
+    """How long a prediction took, and on the processor, where that was measured."""
     on_wall = f"{row['predict_s']:.1f} s"
     if "predict_processor_s" not in row:
         return on_wall
-    return f"{row['predict_processor_s']:.1f} s on the processor, {on_wall} beside other work"
+    return f"{on_wall} ({row['predict_processor_s']:.1f} s on the processor)"
 
 
 def earlier_result(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
