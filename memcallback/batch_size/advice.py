@@ -106,7 +106,7 @@ class BatchSizeAdvice(Printable):
     leaves_out: tuple[str, ...]
     bounds: BatchSizeBounds = DEFAULT_BOUNDS
     architecture_of: str | None = None
-    caveats: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = field(default=(), repr=False)
     limit_fits_again: int | None = None
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
     by_rank: tuple[RankBatchSize, ...] = ()
@@ -205,9 +205,10 @@ class BatchSizeAdvice(Printable):
     def sentence(self) -> str:
         """The suggestion in a few short sentences: the size, the limit, and how it is known."""
         if self.batch_size == 0:
+            size, peak = self.curve[0]
+            smallest = "one sample" if size == 1 else f"a batch of {size:,}"
             return (
-                "No batch size is sure to fit: one sample may need "
-                f"{format_bytes(dict(self.curve)[1])}, and "
+                f"No batch size is sure to fit: {smallest} may need {format_bytes(peak)}, and "
                 f"{format_bytes(max(0, self.budget_bytes))} are left of "
                 f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it "
                 "fit."

@@ -70,8 +70,18 @@ class Estimate:
         peak = self.peaks.at(batch_size)
         return peak if self.validation is None else max(peak, self.validation.peak_at(batch_size))
 
+    @property
+    def traced_sizes(self) -> set[int] | None:
+        """The sizes that are known, where each takes a trace of the step or its validation."""
+        own = self.peaks.traced_sizes if isinstance(self.peaks, TracedPeak) else None
+        sizes = None if own is None else {*own}
+        other = None if self.validation is None else self.validation.traced_sizes
+        return other if sizes is None else sizes if other is None else sizes & other
+
     def limits(self) -> Limits:
         """The largest batch sizes with nothing kept free."""
+        if self.traced_sizes is not None:
+            return Limits(at_all=None, without_retry=None)
         own = limits_of(self.peaks, self.capacity_bytes - (self.outside_bytes or 0))
         if self.validation is None:
             return own
@@ -95,10 +105,13 @@ class Estimate:
         current = self.peaks.batch_size
         limits = self.limits()
         batch_size = self.best_batch_size()
-        traced = self.peaks.traced_sizes if isinstance(self.peaks, TracedPeak) else None
+        traced = self.traced_sizes
         end = 2 * max(batch_size, current)
-        sizes = {1 << power for power in range(end.bit_length())} if traced is None else {*traced}
-        sizes |= {current, max(1, batch_size)}
+        if traced is None:
+            sizes = {1 << power for power in range(end.bit_length())} | {max(1, batch_size)}
+        else:
+            sizes = traced | ({batch_size} if batch_size else set())
+        sizes |= {current}
         without_retry = limits.without_retry
         return BatchSizeAdvice(
             batch_size=batch_size,
@@ -274,7 +287,9 @@ def estimate_from_trace(
     if not predicted.trace.is_any_batch_size_known:
         if retraced is None:
             return None
-        replays = retraced.on(device)
+        replays = retraced = retraced.on(device)
+    else:
+        retraced = None
     peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
     basis = "Simulated from a trace"
@@ -319,6 +334,12 @@ def estimate_from_trace(
         leaves_out.append(
             "other processes on the device (the CUDA context is assumed to take "
             f"{format_bytes(outside)})"
+        )
+    if retraced is not None and retraced.cut_off is not None:
+        leaves_out.append(f"batches above {retraced.cut_off:,}, whose traces would take minutes")
+    if retraced is not None and retraced.untraced is not None:
+        leaves_out.append(
+            f"batch sizes at which the step cannot be traced, such as {retraced.untraced:,}"
         )
     is_host = predicted.peak_reserved_bytes is None
     if measured is None and is_host:

@@ -96,6 +96,11 @@ class TracedPeak:
         Some smaller sizes may need more: with a few samples less, reserved memory can have gaps
         that nothing fits into.
         """
+        if isinstance(self.replays, RetracedSizes):
+            return self.replays.largest_within(
+                lambda batch_size: self.fits(batch_size, budget_bytes),
+                budget_bytes - self.shift_bytes,
+            )
         return self.replays.largest(
             lambda batch_size: self.fits(batch_size, budget_bytes), start=self.batch_size
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from memcallback.core.allocation_trace import Alloc
 from memcallback.core.errors import PredictionError
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -13,11 +14,14 @@ from memcallback.prediction.search import BatchReplays, Outcome
 #: A result is found to within this share of itself, and exactly below as many samples.
 _DIVISOR = 64
 #: Two sizes further apart than this share of one of them show how memory grows.
-_STEP_DIVISOR = 8
+_FAR_DIVISOR = 8
 #: The next size is at most so many times the largest that is known.
 _LONGEST_STEP = 8
 #: Every so many tries the middle is tried, where straight lines come near from one side alone.
 _BISECT_EVERY = 3
+#: A trace with more events takes a minute or more.
+_MOST_EVENTS = 60_000
+_MAX_BATCH_SIZE = 1 << 20
 #: A size that cannot be traced is none that fits.
 _UNTRACED = Outcome(
     is_out_of_memory=True, num_alloc_retries=0, peak_allocated_bytes=0, peak_reserved_bytes=None
@@ -28,8 +32,12 @@ class RetracedSizes(BatchReplays):
     """Replays of a step at any batch size, from a trace at that size.
 
     For a step whose trace says nothing of other sizes: it loops over its samples, as detection
-    models do over images, or chooses other kernels at each size. A trace takes seconds, so searches
-    try few sizes: those where straight lines through known peaks reach the capacity.
+    models do over images, or chooses other kernels at each size. A trace takes seconds, so a search
+    tries few sizes: those where straight lines through known peaks reach what may be used.
+
+    Attributes:
+        cut_off: The largest size that was traced, where larger ones would take too long; else None.
+        untraced: A size that could not be traced; None if each could.
     """
 
     def __init__(
@@ -38,11 +46,17 @@ class RetracedSizes(BatchReplays):
         device: Device,
         settings: AllocatorSettings,
         trace_at: Callable[[int], BatchTrace],
+        most: int | None = None,
     ) -> None:
-        """Start from a trace at one batch size."""
+        """Start from a trace at one batch size; no size above `most` is tried."""
         super().__init__(own, device, settings)
         self._trace_at = trace_at
+        self._most = most
         self._traces: dict[int, BatchTrace | None] = {own.batch_size: own}
+        #: Sizes are multiples of it: of the own size, if others cannot be traced.
+        self._unit = 1
+        self.cut_off: int | None = None
+        self.untraced: int | None = None
 
     @property
     def traced_sizes(self) -> list[int]:
@@ -51,8 +65,8 @@ class RetracedSizes(BatchReplays):
 
     def on(self, device: Device) -> RetracedSizes:
         """The same on a device of another size, from the same traces."""
-        other = RetracedSizes(self.trace, device, self.settings, self._trace_at)
-        other._outcomes, other._traces = self._outcomes, self._traces
+        other = RetracedSizes(self.trace, device, self.settings, self._trace_at, self._most)
+        other._outcomes, other._traces, other._unit = self._outcomes, self._traces, self._unit
         return other
 
     def is_traceable(self, batch_size: int) -> bool:
@@ -64,65 +78,94 @@ class RetracedSizes(BatchReplays):
                 self._traces[batch_size] = None
         return self._traces[batch_size] is not None
 
-    def largest(
-        self, holds: Callable[[int], bool], *, start: int, by_allocated: bool = False
-    ) -> int | None:
-        """The largest batch size found for which `holds(batch_size)`; None if memory does not grow.
+    def largest_within(self, holds: Callable[[int], bool], budget_bytes: int) -> int | None:
+        """The largest batch size found for which it holds; None if memory does not grow.
 
-        0 if it fails for one sample. At least 1 part in 64 more samples do not fit.
+        It is below each traced size that fails, and a size at most 1 part in 64 larger fails. 0 if
+        it fails for one sample. The budget says where to look.
         """
-        return self._search(holds, None)
-
-    def largest_up_to(self, most: int, holds: Callable[[int], bool]) -> int:
-        """The largest batch size found up to one for which `holds(batch_size)`; 0 if none is."""
-        return self._search(holds, most) or 0
-
-    def _search(self, holds: Callable[[int], bool], most: int | None) -> int | None:
-        known = [size for size in self.traced_sizes if most is None or size <= most]
-        good = max((size for size in known if holds(size)), default=0)
-        bad = min((size for size in known if size > good), default=None)
-        if bad is None and most is not None:
-            bad = most + 1
+        failing = [size for size in self.traced_sizes if not holds(size)]
+        bad = min(failing, default=None)
+        good = max(
+            (size for size in self.traced_sizes if bad is None or size < bad),
+            default=0,
+        )
         number = 0
-        while bad is None or bad - good > max(1, bad // _DIVISOR):
+        while bad is None or bad - good > max(self._unit, bad // _DIVISOR):
             number += 1
-            size = self._crossing(good)
+            size = self._crossing(good, budget_bytes)
+            last = self._last_size() if bad is None else bad - 1
+            least = good + self._unit
             if bad is None:
                 if size is None and not self._grows():
                     return None
-                size = max(good + 1, size or 2 * good)
-                size = min(size, _LONGEST_STEP * max(1, good))
-            elif size is None or number % _BISECT_EVERY == 0:
+                size = min(size or 2 * good, _LONGEST_STEP * max(1, good))
+                least = good + max(self._unit, good // _DIVISOR)
+            elif size is None or not good < size < bad or number % _BISECT_EVERY == 0:
                 size = (good + bad) // 2
-            else:
-                size = min(max(good + 1, size), bad - 1)
-            if holds(size):
+            size = max(size, least) // self._unit * self._unit
+            size = min(size, last // self._unit * self._unit)
+            if size <= good:
+                if bad is None and self._most is None:
+                    self.cut_off = good
+                return good
+            if not self.is_traceable(size):
+                self.untraced = size
+                if size % self.trace.batch_size:
+                    # Some steps take whole groups of samples alone.
+                    self._unit = self.trace.batch_size
+                    continue
+                bad = size
+            elif holds(size):
                 good = size
             else:
                 bad = size
         return good
 
-    def _grows(self) -> bool:
-        """Whether the largest traced size needs more than the smallest."""
+    def _last_size(self) -> int:
+        """The largest size to try: a larger one is not wanted, or its trace would take too long."""
         sizes = self.traced_sizes
-        return self.peak_bytes(sizes[-1]) > self.peak_bytes(sizes[0])
+        first, last = sizes[0], sizes[-1]
+        more_events = self._num_events(last) - self._num_events(first)
+        size = _MAX_BATCH_SIZE if self._most is None else min(self._most, _MAX_BATCH_SIZE)
+        if more_events > 0:
+            per_sample = more_events / (last - first)
+            size = min(size, last + int((_MOST_EVENTS - self._num_events(last)) / per_sample))
+        return max(size, 0)
 
-    def _crossing(self, near: int) -> int | None:
-        """Where a line through traced sizes reaches the capacity; None if it does nowhere.
+    def _num_events(self, batch_size: int) -> int:
+        return len(self._traced(batch_size).at(batch_size).events)
+
+    def _grows(self) -> bool:
+        """Whether the largest traced size allocates more than the smallest, whatever its peak."""
+        first, last = (
+            sum(
+                event.size_bytes
+                for event in self._traced(size).at(size).events
+                if isinstance(event, Alloc)
+            )
+            for size in (self.traced_sizes[0], self.traced_sizes[-1])
+        )
+        return last > first
+
+    def _crossing(self, near: int, budget_bytes: int) -> int | None:
+        """Where a line through traced sizes reaches the budget; None if it does nowhere.
 
         Through the one nearest to a size, and another at some distance: reserved memory grows in
         steps.
         """
-        capacity_bytes = self.device.allocator_capacity_bytes
         here = min(self.traced_sizes, key=lambda size: abs(size - near))
-        others = [size for size in self.traced_sizes if abs(size - here) > here // _STEP_DIVISOR]
-        if capacity_bytes is None or not others:
+        others = [size for size in self.traced_sizes if abs(size - here) > here // _FAR_DIVISOR]
+        if not others:
             return None
         there = min(others, key=lambda size: abs(size - here))
         slope = (self.peak_bytes(there) - self.peak_bytes(here)) / (there - here)
-        return None if slope <= 0 else int(here + (capacity_bytes - self.peak_bytes(here)) / slope)
+        return None if slope <= 0 else int(here + (budget_bytes - self.peak_bytes(here)) / slope)
+
+    def _traced(self, batch_size: int) -> BatchTrace:
+        return self._traces[batch_size] or self.trace
 
     def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> Outcome:
         if not self.is_traceable(batch_size):
             return _UNTRACED
-        return super()._outcome(self._traces[batch_size] or trace, batch_size, capacity_bytes)
+        return super()._outcome(self._traced(batch_size), batch_size, capacity_bytes)

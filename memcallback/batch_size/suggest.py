@@ -253,14 +253,19 @@ def _for_one(
     if measured is not None:
         _check_measured(measured, prediction)
 
+    knows_others = True
+
     def estimate_alone(
         step: Step,
         prediction: Prediction,
         measured: StepMemory | None = None,
         more_bytes: int = 0,
     ) -> Estimate | None:
+        nonlocal knows_others
         if prediction.capacity_bytes is None:
             return None
+        retraced = _retraced(step, prediction, bounds.most, num_traces, with_verification)
+        knows_others = prediction.trace.is_any_batch_size_known or retraced is not None
         return estimate_from_trace(
             prediction,
             measured,
@@ -269,7 +274,7 @@ def _for_one(
             headroom=wanted.headroom,
             bounds=bounds,
             bucket_bytes=more_bytes,
-            retraced=_retraced(step, prediction, with_verification),
+            retraced=_retraced(step, prediction, bounds.most, num_traces, with_verification),
         )
 
     validated, why_not = None, ""
@@ -278,9 +283,8 @@ def _for_one(
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
         if validated is None:
-            known = validation.trace.is_any_batch_size_known
-            said = "does not limit the batch size" if known else "was not taken into account"
-            why_not = f"Validation {said}: {_why_none(validation)}"
+            said = "does not limit the batch size" if knows_others else "was not taken into account"
+            why_not = f"Validation {said}: {_why_none(validation, knows_others=knows_others)}"
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(step, prediction, measured, buckets_bytes)
@@ -292,13 +296,14 @@ def _for_one(
 
     estimate = estimate_of(prediction)
     if estimate is None:
-        raise PredictionError(f"No batch size can be suggested: {_why_none(prediction)}")
+        reason = _why_none(prediction, knows_others=knows_others)
+        raise PredictionError(f"No batch size can be suggested: {reason}")
     if are_lengths_read:
         # A trace at one length alone knows no other.
         step_of_lengths = prediction.lengths.step if prediction.lengths else 0
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
     by_length = {}
-    for length in lengths:
+    for length in lengths[:-1]:  # that of the longest is verified below
         of_length = estimate_of(prediction.at(sequence_length=length))
         if of_length is not None:
             by_length[length] = of_length.best_batch_size()
@@ -308,18 +313,23 @@ def _for_one(
     return estimate, by_length
 
 
-def _retraced(step: Step, prediction: Prediction, progress: TraceProgress) -> RetracedSizes | None:
+def _retraced(
+    step: Step, prediction: Prediction, most: int | None, num_done: int, progress: TraceProgress
+) -> RetracedSizes | None:
     """The step by traces at other batch sizes, where one trace knows its own alone; None if not."""
     trace = prediction.trace
     traces = Traces(step, prediction.device, 0, progress)
     if trace.is_any_batch_size_known or not traces.has_samples:
         return None
+    traces.num_done = num_done
 
     def at(batch_size: int) -> BatchTrace:
         traces.num_traces = traces.num_done + 2  # nobody knows how many there will be
         return BatchTrace.single(traces.at(batch_size, prediction.sequence_length))
 
-    retraced = RetracedSizes(trace, prediction.device, prediction.settings, at)
+    retraced = RetracedSizes(trace, prediction.device, prediction.settings, at, most)
+    if most is not None and most < 2 * trace.batch_size:
+        return retraced
     return retraced if retraced.is_traceable(2 * trace.batch_size) else None
 
 
@@ -408,7 +418,7 @@ def _verified(
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 
 
-def _why_none(prediction: Prediction) -> str:
+def _why_none(prediction: Prediction, *, knows_others: bool) -> str:
     """Why no batch size is the largest, with a hint, as the end of a sentence."""
     if prediction.capacity_bytes is None:
         return (
@@ -416,7 +426,7 @@ def _why_none(prediction: Prediction) -> str:
             "device=memcallback.devices.catalogue.HostSpec(capacity_bytes=...)."
         )
     reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(ONLY)), None)
-    if reason is not None:
+    if reason is not None and not knows_others:
         return ONLY.lower() + reason.removeprefix(ONLY)
     return (
         "every batch size fits: a larger batch needs hardly more memory, or none. Give the largest "

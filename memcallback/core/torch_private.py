@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     DisableTorchFunctionSubclass: Any
     BelowAutograd: Any
     CompositeImplicitAutograd: Any
+    Meta: Any
+    decompositions: Any
     SavedTensor: Any
     module_call: Any
     c10d_bindings: Any
@@ -113,6 +115,8 @@ PARTS = {
     ),
     "BelowAutograd": _Part("torch._C", "_AutoDispatchBelowADInplaceOrView", _TRACE),
     "CompositeImplicitAutograd": _Part("torch._C.DispatchKey", "CompositeImplicitAutograd", _TRACE),
+    "Meta": _Part("torch._C.DispatchKey", "Meta", _TRACE),
+    "decompositions": _Part("torch._decomp", "global_decomposition_table", _TRACE),
     "has_kernel": _Part("torch._C", "_dispatch_has_kernel_for_dispatch_key", _TRACE),
     "SavedTensor": _Part(
         "torch._C._autograd", "SavedTensor", "saved tensors in TensorDiff", object

@@ -619,8 +619,9 @@ class Prediction(Printable):
             )
         elif self.trace.thinned() is not self.trace:
             yield (
-                "The largest batch sizes fit; ones a little larger may fit too. To save time, the "
-                "peaks of other sizes leave out some repetitions of the step and can be too low."
+                "The batch sizes given as the largest were checked with all repetitions of the "
+                "step, and fit; slightly larger ones may fit too. To save time, the peaks of other "
+                "sizes leave out some repetitions, so they can be too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (

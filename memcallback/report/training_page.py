@@ -93,6 +93,7 @@ def _measured(report: Report, history: PeakHistory) -> str:
         here, there = peak_of(report.measured), peak_of(step)
         if here and there and here[1] == there[1] and differ(here[0], there[0]):
             text += f". Largest of the run: {_peak(step)}, in step {number:,}"
+            text += " (warm-up)" if step.is_warm_up else ""
     return f"{text}."
 
 

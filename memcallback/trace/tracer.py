@@ -86,8 +86,8 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The step's {} cannot be predicted from the first ones: {}. Give at most {}: up to that "
-    "number each one is traced."
+    "The memory of the step's later {} does not follow from the first ones: {}. Give at most {}: "
+    "up to that number each one is traced."
 )
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()
@@ -265,9 +265,13 @@ class _Tracer:
             else []
         )
         beside = step.beside()
-        # By where they are: on the host, or on the device.
+        # By where they are: on the host, or on the device. Before the model is on a device, those
+        # on the host may be moved with it.
+        is_moved = any(one.device.type not in ("cpu", "meta") for one in step.model.parameters())
         attributes = {
-            is_host: plain_tensors(step.model, on_host=is_host) if mode.spec else {}
+            is_host: plain_tensors(step.model, on_host=is_host)
+            if mode.spec and (is_moved or not is_host)
+            else {}
             for is_host in (True, False)
         }
         (

@@ -1307,8 +1307,8 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
         ({"device": 0}, "0 is neither a card nor its size"),
         (
             {"device": "cpu"},
-            "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave it "
-            "out",
+            "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave "
+            "device out",
         ),
     ],
 )

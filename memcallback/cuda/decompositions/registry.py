@@ -16,6 +16,7 @@ import torch
 from memcallback.core.torch_private import (
     CompositeImplicitAutograd,
     FakeTensor,
+    Meta,
     has_kernel,
     tree_iter,
 )
@@ -27,8 +28,6 @@ from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.cuda.decompositions.sparse import sparse_decomposition
 from memcallback.cuda.op_call import OpCall
 from memcallback.devices.catalogue import DeviceSpec
-
-_META = torch._C.DispatchKey.Meta
 
 
 def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
@@ -120,12 +119,12 @@ def for_compiler(device: DeviceSpec) -> Iterator[None]:
 @functools.cache
 def _composites_with_meta_kernels() -> tuple[Any, ...]:
     """The composite operators for which PyTorch has a Python kernel on `meta` besides."""
-    from torch._decomp import global_decomposition_table  # imports much
+    from memcallback.core.torch_private import decompositions  # imports much
 
     return tuple(
         op
-        for op in global_decomposition_table["post_autograd"]
-        if _META in getattr(op, "py_kernels", ())
+        for op in decompositions["post_autograd"]
+        if Meta in getattr(op, "py_kernels", ())
         and has_kernel(op.name(), "CompositeImplicitAutograd")
     )
 
@@ -137,14 +136,14 @@ def _without_meta_kernels(ops: Sequence[Any]) -> Iterator[None]:
     With a kernel of their own on `meta` they would be single operators there, without a derivative:
     `nll_loss`, `upsample_bilinear2d`, `where` with a number.
     """
-    kernels = [op.py_kernels.pop(_META) for op in ops]
+    kernels = [op.py_kernels.pop(Meta) for op in ops]
     for op in ops:
         op._dispatch_cache.clear()
     try:
         yield
     finally:
         for op, kernel in zip(ops, kernels, strict=True):
-            op.py_kernels[_META] = kernel
+            op.py_kernels[Meta] = kernel
             op._dispatch_cache.clear()
 
 

@@ -251,8 +251,8 @@ class Health:
         if growth.is_by_process:
             who = "Other processes have"
             rule = (
-                f"A suggested batch size leaves {100 * self._headroom:g} % of the device free; "
-                "this is more."
+                f"That is more than the {100 * self._headroom:g} % of the device that a suggested "
+                "batch size leaves free."
             )
         else:
             who = "Another process or a library outside PyTorch's allocator has"

@@ -77,8 +77,9 @@ _OUTPUTS = OutputCache()
 
 _MIXED = (
     "{} takes a matrix on the host and one on the device, which a device refuses. The one on the "
-    "host was not counted. Move it to the device in the step. If it is there before the step, "
-    "name the module that has it: TrainingStep(..., also=[...])."
+    "host was not counted. Move it to the device in the step. If your program has it on the "
+    "device already when the step begins, name the module that has it: "
+    "TrainingStep(..., also=[...])."
 )
 
 

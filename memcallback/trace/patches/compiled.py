@@ -24,9 +24,9 @@ _AS_EAGER = (
     "Compiled code ran as it would without compilation, which may need more or less memory: {}."
 )
 _COMPILED = (
-    "Compiled code is predicted from what Inductor of PyTorch {} generates for the card, in a "
-    "process that finds it in Inductor's cache. A process that compiles needs more in its first "
-    "steps, and can keep more reserved from then on."
+    "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
+    "figures are those of a training that finds this code in Inductor's cache. One that has to "
+    "compile needs more in its first steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
