@@ -258,9 +258,7 @@ def test_outside_memory_and_headroom_are_taken_off_what_may_be_used():
 def test_a_pipeline_accumulates_over_its_microbatches():
     with pytest.raises(ValueError, match=r"in a pipeline: .* here 2\. Ask again with Ranks"):
         advice(100, num_microbatches=2).accumulate_for(8)
-    with pytest.raises(
-        ValueError, match=r"of 4, the number of ranks, got 1\. The nearest"
-    ):
+    with pytest.raises(ValueError, match=r"of 4, the number of ranks, got 1\. The nearest"):
         advice(100, world_size=4).accumulate_for(1)
 
 
