@@ -336,7 +336,7 @@ def estimate_from_trace(
             f"{format_bytes(outside)})"
         )
     if retraced is not None and retraced.cut_off is not None:
-        leaves_out.append(f"batches above {retraced.cut_off:,}, whose traces would take minutes")
+        leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")
     if retraced is not None and retraced.untraced is not None:
         leaves_out.append(
             f"batch sizes at which the step cannot be traced, such as {retraced.untraced:,}"

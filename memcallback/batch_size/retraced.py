@@ -21,7 +21,7 @@ _LONGEST_STEP = 8
 _BISECT_EVERY = 3
 #: A trace with more events takes a minute or more.
 _MOST_EVENTS = 60_000
-_MAX_BATCH_SIZE = 1 << 20
+_MAX_BATCH_SIZE = 1 << 31
 #: A size that cannot be traced is none that fits.
 _UNTRACED = Outcome(
     is_out_of_memory=True, num_alloc_retries=0, peak_allocated_bytes=0, peak_reserved_bytes=None
@@ -36,7 +36,7 @@ class RetracedSizes(BatchReplays):
     tries few sizes: those where straight lines through known peaks reach what may be used.
 
     Attributes:
-        cut_off: The largest size that was traced, where larger ones would take too long; else None.
+        cut_off: The largest size traced, where a larger one would take too long; else None.
         untraced: A size that could not be traced; None if each could.
     """
 

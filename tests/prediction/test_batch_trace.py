@@ -240,8 +240,8 @@ def test_a_size_that_shrinks_below_nothing_is_refused():
     with pytest.raises(
         ValueError,
         match=re.escape(
-            "at batch size 5 a size of aten::mm in module 'net.0' (backward) with 100 bytes comes "
-            "to -50"
+            "gives a negative size (-50) for aten::mm in module 'net.0' (backward) with 100 bytes "
+            "at batch size 5"
         ),
     ):
         fitted.at(5)

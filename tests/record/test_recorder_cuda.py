@@ -460,7 +460,7 @@ def test_a_model_on_two_devices_is_recorded_on_the_one_that_trains(tmp_path):
     with (
         pytest.warns(
             mc.MemoryWarning,
-            match=r"parameters are on 2 devices \(cuda:0, cuda:1\); only the memory of cuda:0 is recorded",
+            match=r"are on 2 devices \(cuda:0, cuda:1\); only the memory of cuda:0 is recorded",
         ),
         pytest.warns(
             mc.MemoryWarning, match=r"and a trace has one. Falling back to a rough formula"
