@@ -106,7 +106,7 @@ class RetracedSizes(BatchReplays):
             size = max(size, least) // self._unit * self._unit
             size = min(size, last // self._unit * self._unit)
             if size <= good:
-                if bad is None and self._most is None:
+                if bad is None and (self._most is None or good + self._unit <= self._most):
                     self.cut_off = good
                 return good
             if not self.is_traceable(size):
