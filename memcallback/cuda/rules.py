@@ -20,7 +20,17 @@ from memcallback.core.torch_private import schema_of
 from memcallback.cuda import outputs
 from memcallback.cuda.convolution import rule as convolution
 from memcallback.cuda.convolution.call import CudnnFlags
-from memcallback.cuda.kernels import attention, index, loss, matrix, misc, norm, reduction, sort
+from memcallback.cuda.kernels import (
+    attention,
+    index,
+    libraries,
+    loss,
+    matrix,
+    misc,
+    norm,
+    reduction,
+    sort,
+)
 from memcallback.cuda.op_call import Correction, OpCall, Rule
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -57,9 +67,10 @@ class OperatorRules(NamedTuple):
 @cache
 def rules_of(op: Any) -> OperatorRules:
     """The rules of an operator."""
-    namespace, _, name = schema_of(op).name.partition("::")
+    whole_name = schema_of(op).name
+    namespace, _, name = whole_name.partition("::")
     if namespace != "aten":
-        return OperatorRules(None, None, None, None)
+        return OperatorRules(libraries.RULES.get(whole_name), None, None, None)
     return OperatorRules(
         _KERNELS.get(name),
         _CORRECTIONS.get(name),

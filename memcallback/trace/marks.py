@@ -136,35 +136,39 @@ class TraceMarks:
             return module_infos([self._model])
 
     def add_model(self, device_types: Iterable[str]) -> None:
-        """Record parameters and buffers, each on a type of device, in the order of moving."""
-        with DisableTorchFunction(), self._mode.unrecorded():
-            for (name, tensor), device_type in zip(
-                in_order_of_moving(self._model), device_types, strict=True
-            ):
-                is_host = self._mode.spec is not None and device_type in ("cpu", "meta")
-                category = Category.BUFFER
-                if isinstance(tensor, nn.Parameter):
-                    category = Category.PARAMETER
+        """Record parameters and buffers, each on a type of device, in the order of moving.
+
+        What a library quantizes as it moves (bitsandbytes 4-bit) is quantized at its turn.
+        """
+        for (name, tensor), device_type in zip(
+            in_order_of_moving(self._model), device_types, strict=True
+        ):
+            is_host = self._mode.spec is not None and device_type in ("cpu", "meta")
+            if self._mode.spec is not None and not is_host:
+                self._quantize(name, tensor)
+            category = Category.BUFFER
+            if isinstance(tensor, nn.Parameter):
+                category = Category.PARAMETER
+            with DisableTorchFunction(), self._mode.unrecorded():
                 for part in (*dense_parts(tensor), *_hung_on(tensor)):
                     if self._ledger.find(part) is None:
                         entry = self._ledger.add(part, category, "Module.to", is_host=is_host)
                         entry.module, entry.is_meta = name, is_host and device_type == "meta"
 
-    def quantize(self) -> None:
-        """Quantize what a library quantizes as it moves to the device (bitsandbytes 4-bit)."""
-        for name, tensor in in_order_of_moving(self._model):
-            kind, _ = getattr(tensor, "own_kind", (None, ()))
-            quantize = getattr(kind, "_quantize", None)
-            if quantize is None or getattr(tensor, "bnb_quantized", True):
-                continue
-            with DisableTorchFunction():
-                self._ledger.add(tensor, Category.PARAMETER, "Module.to", is_host=True)
-            self._ledger.module = name
-            quantize(tensor, CUDA)
-            with DisableTorchFunction():
-                packed = ((name, part) for part in (tensor, *_hung_on(tensor)))
-                self._ledger.label(packed, Category.PARAMETER)
+    def _quantize(self, name: str, tensor: torch.Tensor) -> None:
+        """Quantize a parameter if its library does so as it moves to the device."""
+        kind, _ = getattr(tensor, "own_kind", (None, ()))
+        quantize = getattr(kind, "_quantize", None)
+        if quantize is None or getattr(tensor, "bnb_quantized", True):
+            return
+        with DisableTorchFunction():
+            self._ledger.add(tensor, Category.PARAMETER, "Module.to", is_host=True)
+        self._ledger.module = name
+        quantize(tensor, CUDA)
         self._ledger.module = ""
+        with DisableTorchFunction():
+            packed = ((name, part) for part in (tensor, *_hung_on(tensor)))
+            self._ledger.label(packed, Category.PARAMETER)
 
     def add_beside(self, name: str, it: object, *, is_host: bool) -> None:
         """Record what is there beside the model, under a name."""

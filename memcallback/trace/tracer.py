@@ -327,8 +327,6 @@ class _Tracer:
             flatten_rnn_weights(self._model)
         if self._ranks is None:
             mode.is_recording = True
-            if mode.spec:
-                self.marks.quantize()
             self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
         else:
             self._parallelize(self._ranks)

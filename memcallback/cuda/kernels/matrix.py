@@ -22,6 +22,8 @@ _FACTORS = {
     "dot": 0,
     "vdot": 0,
     "_trilinear": 0,
+    # bitsandbytes, which unpacks the second: see libraries.py.
+    "gemm_4bit": 0,
 }
 
 
@@ -36,6 +38,8 @@ def uses_cublaslt(call: OpCall) -> bool:
 
     Inductor has it write into outputs with padded rows, which cuBLASLt is not asked for.
     """
+    if call.name == "gemm_4bit":
+        return call.by_name["bias"] is not None
     if call.name not in ("addmm", "_addmm_activation") or not uses_cublas(call):
         return False
     if not all(output.is_contiguous() for output in call.outputs):
