@@ -306,7 +306,7 @@ def test_a_saving_that_is_none_is_refused_at_once(savings, text):
             {"amp": "16-mixed"},
             training.Automatic,
             {"precision": "bf16-mixed"},
-            r"of precision bf16-mixed \(MixedPrecision, .*Strategy\)\. Leave it",
+            r"has precision bf16-mixed \(MixedPrecision, .*Strategy\)\. Leave amp",
         ),
         ({"checkpoint": "body"}, training.Automatic, {}, "Automatic has no module named 'body'"),
     ],
