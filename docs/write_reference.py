@@ -244,7 +244,10 @@ def _block(code: str) -> str:
 def _docstring(value: Any) -> list[str]:
     text = inspect.getdoc(value) or ""
     parts = []
-    for section in griffe.Docstring(text).parse("google", warnings=False):
+    sections = griffe.Docstring(text).parse(
+        "google", warnings=False, returns_multiple_items=False, returns_named_value=False
+    )
+    for section in sections:
         kind = section.kind.value
         if kind == "text":
             parts.append(section.value)

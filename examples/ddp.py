@@ -56,8 +56,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 
     batch = [tensor.to(device) for tensor in next(iter(batches))]
-    # The buckets in which gradients are summed are predicted with the rest. On a CPU they cannot be
-    # measured, and are the difference.
+    # The prediction includes the buckets in which DistributedDataParallel sums gradients. On a CPU
+    # they cannot be measured, so the prediction is higher by their size.
     step = mc.TrainingStep(model, batch, loss=loss_of, optimizer=optimizer)
     recorder = mc.MemoryRecorder(model, optimizer)
     with mc.MemoryLog(recorder, step, log_every_n_steps=10), recorder.watch(per_module=False):
@@ -69,7 +69,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def launch(run: Run, options: argparse.Namespace) -> None:
     """Run a function on every rank.
 
-    Be one rank of torchrun's, or start a process for each GPU, two where there is none.
+    Under torchrun this process is one rank. Otherwise it starts a process for each GPU, or two on
+    the CPU if there is no GPU.
 
     Args:
         run: What every rank does.

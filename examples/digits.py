@@ -112,7 +112,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="predict besides what each saving of memory would buy",
+        help="also predict what each saving of memory would buy",
     )
     parser.add_argument("--per-module", action="store_true", help="record by module too")
     parser.add_argument("--log-dir", default=".", help="the folder in which lightning_logs is made")

@@ -35,12 +35,12 @@ def network() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, words: Tensor) -> Tensor:
-    """How well each word, of shape (batch size, length), tells the next."""
+    """How well the model predicts each next word; words have the shape (batch size, length)."""
     return nn.functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave a rank its part of every layer. From a CPU each goes to the device as it is sharded."""
+    """Leave each rank its part of every layer. A layer on the CPU moves to the device."""
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
     torch.manual_seed(1 + rank)
     words = torch.randint(NUM_WORDS, (options.batch_size, LENGTH + 1), device=device)
-    # Predicted is a network that is still whole: the one above has but the shards of this rank.
+    # The prediction needs the whole network: the model above has only the shards of this rank.
     step = mc.TrainingStep(network(), words, loss=loss_of, optimizer=torch.optim.AdamW, ranks=ranks)
     recorder = mc.MemoryRecorder(model, optimizer)
     with mc.MemoryLog(recorder, step, log_every_n_steps=10), recorder.watch(per_module=False):

@@ -20,7 +20,7 @@ import memcallback as mc
 VOCABULARY_SIZE, CONTEXT_LENGTH, BATCH_SIZE = 50_257, 512, 16
 NUM_LAYERS, NUM_HEADS, WIDTH = 12, 12, 768
 CARDS = ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB")
-#: Of those that hold most at the peak, so many are shown.
+#: How many of the largest holders of memory at the peak are shown.
 NUM_CONSUMERS = 3
 
 

@@ -55,7 +55,7 @@ def network() -> nn.Sequential:
 def train(
     model: nn.Module, batches: DataLoader[Batch], device: torch.device, epochs: int
 ) -> mc.MemoryRecorder:
-    """Train with all three; the recorder is no part of them."""
+    """Train with all three savings, and record the memory."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     num_updates = epochs * -(-len(batches) // ACCUMULATE)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(

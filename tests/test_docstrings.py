@@ -1,7 +1,10 @@
 """Docstrings: whole for public names, one line for everything else."""
 
 import ast
+import doctest
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,21 @@ def test_public_names_have_docstrings_and_internal_ones_one_line():
 )
 def test_the_check_finds(source, fault):
     assert fault in faults({"a.py": ast.parse(source)})
+
+
+def test_the_examples_of_public_names_run_and_print_what_they_show():
+    pytest.importorskip("transformers")  # MemoryTrainerCallback
+    values = [getattr(memcallback, name) for name in memcallback.__all__]
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    tests = [
+        test
+        for value in values
+        if getattr(value, "__module__", "").startswith("memcallback")
+        for test in finder.find(value, globs=dict(vars(sys.modules[value.__module__])))
+    ]
+    assert sum(len(test.examples) for test in tests) > 20
+    output = io.StringIO()
+    for test in tests:
+        runner.run(test, out=output.write)
+    assert runner.failures == 0, output.getvalue()

@@ -64,13 +64,14 @@ class BatchSizeAdvice(Printable):
             without a retry of the allocator; None if unlimited, or if each size takes a trace.
         limit_fits_again: A size above `limit` that fits although the next one does not; None if
             none is known.
-        limit_without_retry_peak_bytes: The peak there; None if there is no such limit, or it is 0.
+        limit_without_retry_peak_bytes: The peak at `limit_without_retry`; None if there is no such
+            limit, or it is 0.
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
             the current and the suggested size; if each size takes a trace, at those that were
             tried.
         counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook estimate
             `allocated`.
-        current_batch_size: The batch size that it starts from.
+        current_batch_size: The batch size of the step.
         bounds: What bounds the batch size besides memory.
         capacity_bytes: The device's memory.
         outside_bytes: Memory of it used outside this process's allocator; None if unknown, and
@@ -87,7 +88,7 @@ class BatchSizeAdvice(Printable):
             asked for; the advice itself is for the longest.
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
             differ: the advice itself is the smallest.
-        fits_at: Answers `fits`; without it every size up to `largest` fits.
+        fits_at: A function that answers `fits`; without one every size up to `largest` fits.
     """
 
     batch_size: int

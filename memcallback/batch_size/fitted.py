@@ -154,7 +154,7 @@ class FittedBatchSize(Printable):
 
     Attributes:
         batch_size: That size.
-        previous_batch_size: The size before.
+        previous_batch_size: The batch size before the search.
         predicted_batch_size: The size that was predicted to fit before anything ran, whatever the
             data allow; None if none was.
         trials: The sizes that were run, in order.
@@ -192,7 +192,7 @@ class FittedBatchSize(Printable):
 
     @property
     def corrections(self) -> tuple[str, ...]:
-        """Where a trial has changed what was to be tried, one sentence each."""
+        """What each trial showed, and which size was tried next, one sentence each."""
         return tuple(
             f"{_ran(before, self._miss(before))} {after.batch_size:,} was tried next."
             for before, after in zip(self.trials, self.trials[1:], strict=False)

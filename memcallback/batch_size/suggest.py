@@ -58,9 +58,9 @@ def suggest_batch_size(
 ) -> BatchSizeAdvice:
     """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
-    The size is verified by a trace there. If the step does something else at that size, it is
-    predicted again from there. If the step differs at each batch size, each size that is tried is
-    traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
+    A trace at that size verifies it. If the step does something else at that size, the size is
+    predicted again from this trace. If the step differs at each batch size, each size that is tried
+    is traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
 
     For a size of memory alone, the step is predicted with two architectures, an A100's and an
     H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.
@@ -68,7 +68,8 @@ def suggest_batch_size(
     All ranks of a job have one batch size, the smallest of what each could have alone. Each stage
     of a pipeline is predicted (its batch size is that of a microbatch), and so is a rank on each
     kind of device. In other jobs the step's own rank represents all. If a function makes the
-    pipeline, the number of its copies is unknown: give it as `world_size`, by default one.
+    pipeline, nobody knows how many copies of the pipeline train on batches of their own: give that
+    number as `world_size`, by default one.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.
@@ -84,12 +85,12 @@ def suggest_batch_size(
             `ranks`, buckets as large as its gradients are added (DistributedDataParallel).
         measured: A steady step of this training on this device. If it needs more than predicted,
             the predicted curve is raised to it.
-        sequence_lengths: Lengths of the sequences, of samples or of buckets. The batch size is for
-            the longest; `by_sequence_length` of the advice has one for each length. Or a data
-            loader, whose batches are read for their lengths; then there are at most eight buckets,
-            each as long as its longest sequence may be. The step must know its `sequence_length`.
+        sequence_lengths: The lengths of samples or of buckets; or a data loader, whose batches are
+            read for their lengths and put into at most eight buckets. The batch size is for the
+            longest; `by_sequence_length` of the advice has one for each length. The step must know
+            its `sequence_length`.
         validation: The validation, `after` the step, which runs at the same batch size: the advice
-            is for the largest size that fits in both. Its length of sequences is its own.
+            is for the largest size that fits in both. It has a `sequence_length` of its own.
         progress: As for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.

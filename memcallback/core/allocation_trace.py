@@ -79,7 +79,7 @@ class StepStart:
     """A step begins: one call of the loop's body with one batch.
 
     Attributes:
-        stage: What it is a step of.
+        stage: The kind of run that it is a step of, such as a training.
     """
 
     stage: Stage = Stage.TRAINING

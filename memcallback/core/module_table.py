@@ -147,7 +147,7 @@ class ModuleTable(Printable):
         return tuple(module for module in self.modules if module.forward or module.backward)
 
     def children(self, name: str) -> tuple[ModuleMemory, ...]:
-        """The modules directly inside another that ran."""
+        """The children of a module that ran."""
         return self._children.get(name, ())
 
     @cached_property

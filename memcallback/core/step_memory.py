@@ -20,7 +20,7 @@ PHASE_COLUMNS = ("allocated", "start", "end", "peak", "reserved peak")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStats:
-    """One reading at one moment. All sizes in bytes.
+    """Memory of this process at one moment, and its peaks since the previous reading, in bytes.
 
     Attributes:
         allocated_bytes: Held by live tensors, as the allocator counts them. On a CPU: bytes of live
@@ -136,7 +136,7 @@ class StepMemory(Printable):
         num_optimizer_updates: Updates inside; 0 with an optimizer phase means a skipped step
             (GradScaler after an overflow); None if unknown.
         is_interrupted: An exception ended it.
-        stage: What it is a step of.
+        stage: The kind of run that it is a step of, such as a training.
     """
 
     kind: Kind
@@ -210,7 +210,7 @@ class StepMemory(Printable):
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """The least held by them at any boundary: what is live throughout the step."""
+        """The least held by them at a start or end of a phase: what is live throughout the step."""
         return min(self._held_at_boundaries, default=None)
 
     @cached_property

@@ -87,8 +87,8 @@ class MemoryTrainerCallback(TrainerCallback):
             Trainer's `compute_loss`.
         per_module: Whether to record by module too (see `MemoryCallback`).
         warnings: Whether to warn of unhealthy memory (see `MemoryCallback`).
-        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
-            has its own peak.
+        reset_peaks: Whether the allocator's peaks are reset where a phase starts or ends, so that
+            each phase has its own peak.
         wait_for_prediction: Whether the first step waits for the prediction (see `MemoryCallback`).
         isolate: As for `memcallback.predict`.
         timeout_s: As for `memcallback.predict`.

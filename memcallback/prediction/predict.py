@@ -49,15 +49,17 @@ def predict(
             default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
-        settings: Those of a card's allocator; by default those of this process's environment
-            (PYTORCH_CUDA_ALLOC_CONF).
-        progress: Called after each trace but the last, with the number of traces done and of all;
-            during a long trace every two seconds. By default a line on stderr says how far it is,
-            written anew on a terminal and in a notebook, else every ten seconds;
-            `lambda done, num_all: None` leaves it out.
-        isolate: Whether to trace in a child process. Without, as on systems other than Linux, the
-            step's code runs in this process: for debuggers. What it changes outside of the model
-            stays changed. The environment variable `MEMCALLBACK_ISOLATE=0` means the same.
+        settings: The settings of the card's allocator; by default those of this process's
+            environment (PYTORCH_CUDA_ALLOC_CONF).
+        progress: A function that is called with the number of traces done and the number of all:
+            after each trace but the last, and every two seconds during a long one. By default a
+            line on stderr says how far the prediction is. A terminal and a notebook update this
+            line; elsewhere a new line comes every ten seconds. `lambda done, num_all: None` prints
+            nothing.
+        isolate: Whether to trace in a child process. False, for debuggers, runs the step's code in
+            this process, as always on systems other than Linux. What the code changes outside of
+            the model then stays changed. The environment variable `MEMCALLBACK_ISOLATE=0` does the
+            same.
         timeout_s: Seconds, above 0, after which the child is killed.
 
     Returns:

@@ -69,7 +69,9 @@ def predict_or_warn(
         raise_if_meant(error)
         warn_unpredicted(reason, without)
         return None
-    warn_and_go_on(f"{reason} Falling back to a rough formula (upper bound with a lower bound).")
+    warn_and_go_on(
+        f"{reason} Falling back to the textbook estimate, which has an upper and a lower bound."
+    )
     return law
 
 
@@ -87,7 +89,7 @@ def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Pr
     if len(devices) > 1:
         raise PredictionError(
             f"The step was not traced: its model is on {len(devices)} devices "
-            f"({', '.join(devices)}), and a trace has one."
+            f"({', '.join(devices)}), and a trace can have only one."
         )
     start = perf_counter()
     prediction = predict_here(

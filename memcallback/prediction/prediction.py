@@ -87,8 +87,8 @@ class Prediction(Printable):
         fits_without_retry: Whether the allocator never has to free its cache and try again, which
             waits for the device each time.
         out_of_memory: Where and on what the device runs out of memory; None if it does not.
-        at_peak: The allocations live where allocated memory is first largest in the steady step,
-            the largest first. They add up to the peak.
+        at_peak: The allocations live when allocated memory first reaches its peak in the steady
+            step, the largest first. They add up to the peak.
         saved: The activations live at the end of the steady step's forward pass, the largest first.
         modules: The steady step by module: what each keeps after its forward pass, and the peaks
             while it runs.
@@ -416,10 +416,10 @@ class Prediction(Printable):
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
             return [largest]
-        assumed = "A larger batch is assumed to need at least as much memory"
+        assumed = "A larger batch is assumed never to need less memory than a smaller one"
         if self.trace.is_far(limit):
             assumed += (
-                f" and to run the same way: the largest traced is {self.trace.largest_traced:,}"
+                f", and to run the same way as the largest traced, {self.trace.largest_traced:,}"
             )
         return [f"{largest} {assumed}."]
 
@@ -503,7 +503,7 @@ class Prediction(Printable):
 
     @property
     def limit(self) -> int | None:
-        """The largest batch size that fits, below the first known to fail.
+        """The largest batch size that fits with nothing kept free, below the first known to fail.
 
         0 if none fits; None if unknown or unlimited.
         """
@@ -511,7 +511,7 @@ class Prediction(Printable):
 
     @property
     def limit_without_retry(self) -> int | None:
-        """The largest batch size that fits without a retry; as `limit`."""
+        """The largest batch size that fits without a retry, with nothing kept free."""
         return self.limits.without_retry if self.limits else None
 
     @property
@@ -562,7 +562,7 @@ class Prediction(Printable):
 
     @property
     def by_category(self) -> Mapping[Category, int]:
-        """Allocated bytes at the peak by category; temporary memory if an allocation has none."""
+        """Allocated bytes at the peak by category; an allocation without one is temporary."""
         sizes = self._by(lambda alloc: alloc.category or Category.TEMPORARY)
         return {category: sizes[category] for category in Category if category in sizes}
 

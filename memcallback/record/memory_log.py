@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MemoryLog:
-    """Predicts a loop's step, logs recorded steps beside it to TensorBoard, prints reports.
+    """Predicts a loop's step, logs it and recorded steps to TensorBoard, and prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags),
     counted in optimizer updates. A report is printed once the first steady step is known, and one
@@ -72,7 +72,7 @@ class MemoryLog:
         ...     for _ in range(2):
         ...         model(torch.ones(32, 10)).sum().backward()
         ...         optimizer.step()
-        Memory of one training step (steady, batch size 32) on CPU
+        memcallback │ Linear · batch 32 · SGD · CPU (...)
         ...
     """
 

@@ -78,8 +78,8 @@ class MemoryRecorder:
             update; without any, each optimizer step counts as one.
         device: The device to read; by default the model's, else the current accelerator, else the
             CPU.
-        sample_every_n_steps: At least 1.
-        reset_peaks: Whether the allocator's peaks are reset at each boundary (see
+        sample_every_n_steps: Steps from one sampled step to the next, at least 1.
+        reset_peaks: Whether the allocator's peaks are reset where a phase starts or ends (see
             `MemoryCallback`).
         use_profiler: Whether a CPU is read through PyTorch's profiler; else, and while another
             profile of PyTorch runs, only the resident size is read. A process can have one

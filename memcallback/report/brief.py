@@ -240,7 +240,7 @@ def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
     if advice.batch_size == 0:
         return f"not even one sample is sure to fit with {kept_free}"
     formula = isinstance(report.prediction, TextbookPrediction) and not advice.is_measured
-    by = ", by a rough formula" if formula else ""
+    by = ", by the textbook estimate" if formula else ""
     now = f"(now {advice.current_batch_size:,})"
     largest = f"{advice.largest_in_bounds:,}"
     if advice.has_whole_dataset:

@@ -203,7 +203,7 @@ def _inplace(step: TrainingStep) -> Iterator[Saving]:
         kind="inplace",
         group=SavingGroup.SAME_RESULT,
         apply=partial(TrainingStep.varied, prepare=_made_inplace),
-        changes="nothing, as long as no other code uses the inputs of these "
+        changes="changes nothing, as long as no other code uses the inputs of these "
         f"{len(modules)} modules ({names})",
         line="for module in model.modules():\n"
         '    if hasattr(module, "inplace"): module.inplace = True',

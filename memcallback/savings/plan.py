@@ -184,7 +184,7 @@ class Plan(Printable):
 
     @cached_property
     def shown(self) -> tuple[PlanRow, ...]:
-        """Ten savings that help, at most, from each group in turn: the best, then one a kind."""
+        """At most ten savings that help: of each group the best, then the best of each kind."""
         in_turn = zip_longest(*(self._by_interest(group) for group in SavingGroup))
         some = islice((row for row in chain.from_iterable(in_turn) if row is not None), _NUM_SHOWN)
         chosen = {id(row) for row in some}
@@ -220,7 +220,7 @@ class Plan(Printable):
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size:,}) on "
             f"{self._device()}\nEach row is predicted from its own trace. In each group the "
-            "smallest peak comes first.",
+            f"smallest {self._counts()} peak comes first.",
             columns=(
                 "saving",
                 "allocated",
@@ -233,6 +233,10 @@ class Plan(Printable):
             rows=tuple(rows),
             rules_after=frozenset(ends),
         )
+
+    def _counts(self) -> str:
+        """Which memory has to fit."""
+        return "allocated" if self.current.peak_reserved_bytes is None else "reserved"
 
     def _device(self) -> str:
         """The device, its size, and the part of it that batches cannot have."""

@@ -18,7 +18,7 @@ _DEVICES_PER_MACHINE = 8
 _OWN_BATCHES = (
     "each rank has a batch of its own, so world_size times as many samples make an update"
 )
-_ONE_BATCH = "nothing: all ranks share one batch"
+_ONE_BATCH = "changes nothing: all ranks share one batch"
 
 
 def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Ranks]:

@@ -12,7 +12,7 @@ from memcallback.step.training_step import TrainingStep
 #: The kind of savings that have PyTorch compile the step.
 COMPILATION = "compilation"
 #: What a saving changes that changes nothing.
-SAME = "nothing"
+SAME = "changes nothing"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,17 +45,17 @@ class InferenceStep(Step):
         keep_outputs: Which outputs the loop keeps while the next batch runs: those of the `last`
             batch, as `outputs = model(batch)` in a loop does; those of `all` batches, as a list on
             the device does; or `none`.
-        num_batches: With outputs or state that grow from batch to batch, how many batches there
-            are; the last one is predicted. By default the second; a caveat says
-            how much each further one adds.
+        num_batches: How many batches there are, if outputs or state grow from batch to batch; the
+            last batch is predicted. By default the second batch is predicted, and a caveat says how
+            much each further one adds.
         after: The training that comes before on the same device, as a step of the same model: its
             parameters, gradients, optimizer state and cached memory are there. The model is then
             set to evaluation mode for the forward pass.
-        frees_gradients: Whether the gradients of that training are freed before.
+        frees_gradients: Whether the training's gradients are freed before the forward pass.
         also: As for `TrainingStep`.
 
     Attributes:
-        stage: What it is a step of.
+        stage: The kind of run that it is a step of, such as a validation.
 
     Raises:
         ValueError: For an unknown precision, mode or choice of outputs, a number out of range, a
@@ -125,10 +125,10 @@ class InferenceStep(Step):
         return beside(self.model, functions, {**self.after.also, **self.also})
 
     def window_within(self) -> int | None:
-        """A sliding window that is longer than the prompt, and filled by what is generated.
+        """The length of a sliding window that is filled while tokens are generated.
 
         Returns:
-            Its tokens; None for none.
+            Its tokens; None if the prompt fills it, or if it never fills.
         """
         config = getattr(self.model, "config", None)
         window = getattr(config, "sliding_window", None)
@@ -158,7 +158,7 @@ class InferenceStep(Step):
 
         The module is set to evaluation mode, as the Trainer does. What it keeps itself from batch
         to batch (a list of outputs, the state of metrics) is kept; the Trainer keeps no outputs.
-        Validation inside a training finds its gradients freed.
+        Inside a training, Lightning frees the gradients before validation; so does the prediction.
 
         Args:
             module: A LightningModule of `lightning` or `pytorch_lightning`.
@@ -218,17 +218,19 @@ class InferenceStep(Step):
     ) -> InferenceStep:
         """`Trainer.evaluate` of transformers, with the Trainer's arguments.
 
-        The Trainer keeps the losses of all batches on the device, concatenated; with a
-        `compute_metrics` logits and labels too, the logits as `preprocess_logits_for_metrics`
-        returns them. It moves them to the host after each `eval_accumulation_steps`, and keeps
-        losses alone with `batch_eval_metrics`. Logits of different lengths are padded; here all
-        batches are alike. The gradients of a training are freed before.
+        The Trainer concatenates the losses of all batches on the device. If it has
+        `compute_metrics`, it does the same with the labels and with the logits, which
+        `preprocess_logits_for_metrics` may change first. With `eval_accumulation_steps` it moves
+        them to the host after that many batches; with `batch_eval_metrics` it keeps the losses
+        alone. The Trainer pads logits of different lengths; the prediction assumes that all batches
+        have one length. The gradients of a training are freed before the evaluation.
 
         Args:
             trainer: A `transformers.Trainer`; its model, arguments and the two functions are read.
             inputs: One batch of its evaluation, by name.
             num_batches: Batches of the evaluation, counted over all ranks, because each rank keeps
-                the results of all. With `eval_accumulation_steps`, at most so many of each rank.
+                the results of all. With `eval_accumulation_steps` a rank keeps the results of at
+                most that many batches from each rank.
             batch_size: As for `TrainingStep`.
             sequence_length: As for `TrainingStep`.
             after: The training that comes before.

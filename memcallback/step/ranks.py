@@ -43,7 +43,7 @@ class Ranks:
     - `tensor_parallel`: `torch.distributed.tensor.parallel.parallelize_module` with a `plan`.
     - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's
       batch is one microbatch, as with accumulation. Its loss is that of the whole model, and every
-      rank has the whole batch on its device.
+      rank has all microbatches on its device.
     - A function `(model, mesh, **options)` that does what the training does, and returns the model
       if it is another object. It must leave the model on the device. It may return a schedule of
       `torch.distributed.pipelining`; then the step's loss is called with the schedule and all
@@ -63,7 +63,7 @@ class Ranks:
             name for `get_schedule_class` (default `1F1B`); `split`, a function of the model, a
             stage's number from 0 and the number of stages, which returns the stage's module (by
             default an equal share of the children of an `nn.Sequential`); `stages_per_rank`
-            (default 1, or 2 in schedules of several); `return_outputs` and `scale_grads`, as in
+            (default 1, or 2 if the schedule has several); `return_outputs` and `scale_grads`, as in
             PyTorch's schedules.
 
     Attributes:

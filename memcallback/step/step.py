@@ -46,7 +46,7 @@ class Step:
     """A model that runs on a batch: the base of `TrainingStep` and `InferenceStep`.
 
     Attributes:
-        stage: What it is a step of.
+        stage: The kind of run that it is a step of, such as a training.
         name: The class that a user makes one with.
         prepare: Changes the fake copies of the model and the batch before they are traced, and
             returns the batch; None changes nothing.
@@ -99,7 +99,7 @@ class Step:
         return beside(self.model, self.functions_to_copy(), self.also)
 
     def functions_to_copy(self) -> tuple[Callable[..., Any], ...]:
-        """The user's functions, callable objects as methods; none for a LightningModule's own."""
+        """The user's functions that a trace copies; for a callable object its `__call__`."""
         if self.lightning is not None:
             return ()
         return tuple(

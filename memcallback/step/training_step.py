@@ -49,9 +49,9 @@ class TrainingStep(Step):
             for no clipping.
         ranks: The distributed job that trains the step, and which of its ranks to predict; None for
             one device.
-        also: What is on the device beside the model, and the step does not reach: a list of modules
-            or of tensors in containers, such as an average of the weights, or a mapping from names
-            to them. Modules that the loss reaches by a variable (a teacher) are found without it.
+        also: What else is on the device that the step does not use: a list of modules or of tensors
+            in containers, such as an average of the weights, or a mapping from names to them.
+            Modules that the loss reaches by a variable (a teacher) are found without it.
         keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
             call until the next one has returned, as `outputs = model(batch)` in a loop does; or
             `none`, as `loss = criterion(model(batch), targets)` does.

@@ -80,8 +80,8 @@ _GIVE_FORWARD = (
     "InferenceStep(model, batch, forward=lambda model, batch: ...)."
 )
 _UNCHECKED = (
-    "Metrics of torchmetrics check no values in a prediction; their checks (validate_args) need "
-    "some memory for a moment."
+    "A prediction leaves out the checks that metrics of torchmetrics make of their arguments "
+    "(validate_args). In training they need some memory for a moment."
 )
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)

@@ -581,7 +581,7 @@ def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why
     pattern = (
         r"could not be traced, in the forward, at \S+test_callback\.py:\d+ "
         r"in training_step, after or at operator aten::bincount: .*minlength, "
-        r"which is used instead. Falling back to a rough formula"
+        r"which is used instead. Falling back to the textbook estimate"
     )
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
@@ -1244,8 +1244,8 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
         ),
         pytest.warns(
             MemoryWarning,
-            match=r"its model is on 2 devices \(cpu, meta\), and a trace has one. Falling back to "
-            r"a rough formula",
+            match=r"its model is on 2 devices \(cpu, meta\), and a trace can have only one\. "
+            r"Falling back to the textbook estimate",
         ),
     ):
         training.trainer(tmp_path, [Elsewhere(), callback]).fit(
@@ -1277,7 +1277,7 @@ def test_whatever_the_tracer_does_training_goes_on(tmp_path, monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr("memcallback.trace.tracer.trace", broken)
-    with pytest.warns(MemoryWarning, match=r"KeyError: 'ours'. Falling back to a rough formula"):
+    with pytest.warns(MemoryWarning, match="KeyError: 'ours'. Falling back to the textbook"):
         callback = fit(tmp_path)
     assert isinstance(callback.prediction, TextbookPrediction)
     assert len(callback.recorder.steps) == 4

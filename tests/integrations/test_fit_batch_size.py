@@ -276,7 +276,7 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
                 raise ValueError("no fakes")
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(mc.MemoryWarning, match="no fakes.*Falling back to a rough formula"):
+    with pytest.warns(mc.MemoryWarning, match="no fakes.*Falling back to the textbook estimate"):
         found, _ = fit(tmp_path, Untraceable())
     first, *_, last = found.trials
     assert first.batch_size == found.predicted_batch_size

@@ -293,7 +293,7 @@ def test_a_saving_that_is_none_is_refused_at_once(savings, text):
             {"accumulate": 2},
             training.Automatic,
             {"accumulate_grad_batches": 4},
-            r"a Trainer that has accumulate_grad_batches=4\. Leave one",
+            r"the Trainer has accumulate_grad_batches=4\. Leave one",
         ),
         (
             {"accumulate": 2},
@@ -306,7 +306,7 @@ def test_a_saving_that_is_none_is_refused_at_once(savings, text):
             {"amp": "16-mixed"},
             training.Automatic,
             {"precision": "bf16-mixed"},
-            r"of precision bf16-mixed \(MixedPrecision, .*Strategy\)\. Leave it",
+            r"has precision bf16-mixed \(MixedPrecision, .*Strategy\)\. Leave amp",
         ),
         ({"checkpoint": "body"}, training.Automatic, {}, "Automatic has no module named 'body'"),
     ],
@@ -333,7 +333,7 @@ def test_a_scheduler_of_the_trainers_own_is_a_conflict(tmp_path, kind):
     loop = training.trainer(tmp_path, [kind({0: 2}), MemoryCallback(accumulate={0: 1, 1: 4})])
     with pytest.raises(
         ValueError,
-        match=r"a Trainer that has a GradientAccumulationScheduler\. Leave one of them out",
+        match=r"the Trainer has a GradientAccumulationScheduler\. Leave one of them out",
     ):
         loop.fit(training.Automatic(), training.loader())
 

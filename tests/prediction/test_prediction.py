@@ -317,7 +317,7 @@ def test_the_words_about_a_cpu():
         "Fits. Peak 48.0 MiB allocated in backward; the CPU has 800 MiB.",
         f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
         f"free: {fits.limit}. "
-        "A larger batch is assumed to need at least as much memory.",
+        "A larger batch is assumed never to need less memory than a smaller one.",
     )
     too_small = host_prediction(capacity_bytes=3 * MiB).verdict()
     assert too_small[0].startswith("Does not fit. Peak ")
@@ -383,10 +383,10 @@ def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
     assert (
         prediction(device="1GiB")
         .verdict()[1]
-        .endswith("A larger batch is assumed to need at least as much memory.")
+        .endswith("A larger batch is assumed never to need less memory than a smaller one.")
     )
     far = prediction(device="80GiB").verdict()[1]
     assert far.endswith(
-        "A larger batch is assumed to need at least as much memory and to run the same way: the "
-        "largest traced is 7."
+        "A larger batch is assumed never to need less memory than a smaller one, and to run the "
+        "same way as the largest traced, 7."
     )

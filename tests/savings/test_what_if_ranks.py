@@ -56,7 +56,7 @@ def test_a_sequential_model_can_be_a_pipeline():
     )
     # What a stage computes is a part of the whole.
     assert row.extra_compute_pct == pytest.approx(0)
-    assert row.changes == "nothing: all ranks share one batch"
+    assert row.changes == "changes nothing: all ranks share one batch"
 
 
 class OtherwiseInLargeBatches(nn.Linear):

@@ -210,12 +210,12 @@ class Health:
             sign=Sign.RESERVED,
             value=(
                 f"At the peak {format_bytes(unallocated)} of {format_bytes(capacity)} are reserved "
-                f"but unallocated, {100 * split:.0f} % of it between tensors, and the device is "
-                "nearly full."
+                f"but unallocated, {100 * split:.0f} % of it in gaps between tensors, and the "
+                "device is nearly full."
             ),
             rule=(
-                "Memory between tensors cannot be given back to the device, so training can run "
-                f"out of memory while some is free; reported above {100 * _MAX_UNALLOCATED:g} %."
+                "Such gaps cannot be given back to the device, so training can run out of memory "
+                f"while some is free; reported above {100 * _MAX_UNALLOCATED:g} %."
             ),
             hint=(
                 "Segments are expandable already: make the batch smaller, or batches of one length."

@@ -102,9 +102,9 @@ class MemoryCallback(Callback):
         per_module: Whether to record by module too, on the steps on which held bytes are counted.
             Those steps take the host longer. All modules are logged as text and
             picture, beside the predicted values (see `MemoryRecorder.modules`).
-        reset_peaks: Whether the allocator's peaks are reset at each boundary, so that each phase
-            has its own peak. `torch.cuda.max_memory_allocated()` then starts again at each phase;
-            the recorder's `lifetime_peak_allocated_bytes` has its value without resets.
+        reset_peaks: Whether the allocator's peaks are reset where a phase starts or ends, so that
+            each phase has its own peak. `torch.cuda.max_memory_allocated()` then starts again at
+            each phase; the recorder's `lifetime_peak_allocated_bytes` has its value without resets.
         fit_batch_size: Whether to find the largest batch size that fits before training, and train
             with it (see `memcallback.fit_batch_size`). If none is found, a warning says why, and
             training goes on with the size as it is.
@@ -120,14 +120,13 @@ class MemoryCallback(Callback):
         oom_snapshot: Whether the CUDA allocator records its last 20,000 events with the lines that
             caused them. If memory runs out, they are written for PyTorch's memory_viz. Costs time
             at each allocation.
-        warnings: Whether to warn, once a fit for each, of memory that grows from step to step (what
-            grows and who holds it), allocator retries, reserved memory that lies idle on a full
-            device, a nearly full device, and other processes that take memory (the rules are in
-            `memcallback.diagnose.health`). A healthy training gets no warning. It costs a
-            comparison of values that are read anyway; while they rise, also a search of live
-            tensors every tenth step at most. A CPU has no such values, and each search there can
-            take seconds. So None, the default, warns on all devices but a CPU; True warns there
-            too.
+        warnings: Whether to warn, once per fit and problem, of memory that grows from step to step
+            (what grows and who holds it), allocator retries, fragmentation on a nearly full device,
+            a nearly full device, and other processes that take memory (the rules are in
+            `memcallback.diagnose.health`). A healthy training gets no warning. The checks compare
+            values that are read anyway; while these rise, they also search live tensors, every
+            tenth step at most. A CPU has no such values, and a search there can take seconds. So
+            None, the default, warns on all devices but a CPU; True warns there too.
         wait_for_prediction: Whether the first step waits for the prediction. By default training
             goes on, and the prediction is there some steps later.
         isolate: Whether to predict in a child process, as `memcallback.predict` does.
@@ -136,7 +135,8 @@ class MemoryCallback(Callback):
             18 lines after the first steady step, and one line at the end, or more if something has
             changed since. 2: also the long tables, by module too, and all that was assumed.
 
-    The three savings hold for one fit; afterwards Trainer and module are as before.
+    The savings `accumulate`, `amp` and `checkpoint` hold for one fit; afterwards Trainer and module
+    are as before.
 
     Attributes:
         recorder: The recorder of the current or last fit; None before.

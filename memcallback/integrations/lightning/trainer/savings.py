@@ -104,8 +104,8 @@ class TrainerSavings:
             has = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         if has:
             raise ValueError(
-                f"MemoryCallback(accumulate={accumulate}) for a Trainer that has {has}. Leave one "
-                "of them out."
+                f"MemoryCallback(accumulate={accumulate}) cannot be applied, because the Trainer "
+                f"has {has}. Leave one of them out."
             )
         self._undo.append(lambda: setattr(trainer, "accumulate_grad_batches", 1))
         if isinstance(accumulate, Mapping):
@@ -120,9 +120,9 @@ class TrainerSavings:
         before = strategy.precision_plugin
         if type(before).__name__ != "Precision":
             raise ValueError(
-                f"MemoryCallback(amp={precision!r}) for a Trainer of precision {trainer.precision} "
-                f"({type(before).__name__}, {type(strategy).__name__}). Leave it out, and give "
-                "Trainer(precision=...)."
+                f"MemoryCallback(amp={precision!r}) cannot be applied, because the Trainer has "
+                f"precision {trainer.precision} ({type(before).__name__}, "
+                f"{type(strategy).__name__}). Leave amp out, and give Trainer(precision=...)."
             )
         device_type = strategy.root_device.type
         if precision == "16-mixed":
