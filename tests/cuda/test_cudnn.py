@@ -14,6 +14,7 @@ from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, Kind
 from memcallback.cuda.convolution.workspace import (
+    all_workspaces_bytes,
     estimated_workspace_bytes,
     workspace_bytes,
     workspace_or_estimate_bytes,
@@ -115,14 +116,18 @@ class Library:
 
 @pytest.fixture
 def installed(monkeypatch):
+    def clear():
+        workspace._workspace_bytes.cache_clear()
+        workspace._all_workspaces_bytes.cache_clear()
+
     def install(library):
         found = None if library is None else CuDNN(library)
         monkeypatch.setattr(cudnn, "load", lambda: found)
-        workspace._workspace_bytes.cache_clear()
+        clear()
         return library
 
     yield install
-    workspace._workspace_bytes.cache_clear()
+    clear()
 
 
 def ask(convolution=THREE):
@@ -153,6 +158,20 @@ def test_the_fallback_list_is_asked_when_the_heuristics_have_no_plan(installed):
 def test_no_plan_at_all_is_no_answer(installed):
     installed(Library(instant=[([], None)]))
     assert ask() is None
+
+
+def test_where_one_plan_fails_the_others_are_tried_in_order(installed):
+    installed(
+        Library(instant=[([], None), ([], 77), ([DOWN_CONVERT], 9), ([], 5)], fallback=[([], 0)])
+    )
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == (77, 5, 0)
+
+
+def test_without_cudnn_no_other_plan_is_known(installed):
+    installed(None)
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == ()
+    installed(Library(instant=[([], 9)], schema=0))
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == ()
 
 
 def test_engines_that_round_their_inputs_down_are_passed_over(installed):
