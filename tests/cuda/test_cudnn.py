@@ -7,8 +7,11 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from convolution_cases import CARDS, questions, recorded
+from torch import nn
 
+import memcallback as mc
 from memcallback.core.units import MiB
 from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution, Direction
@@ -322,3 +325,15 @@ def test_an_installed_cudnn_answers_as_recorded():
     for record in records:
         for convolution, shape, answer in questions(record)[::10]:
             assert workspace_bytes(convolution, shape, CARDS[record["meta"]["device"]]) == answer
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_prediction_names_the_version_that_was_asked(installed, monkeypatch, has_driver):
+    installed(Library(instant=[([], 9)], version=90800))
+    monkeypatch.setattr(cudnn, "is_driver_installed", lambda: has_driver)
+    step = mc.TrainingStep(
+        nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), loss=lambda m, x: m(x).sum()
+    )
+    caveats = mc.predict(step, device="A100", isolate=False, progress=lambda *_: None).caveats
+    assert any("those of cuDNN 9.8.0, which was asked" in caveat for caveat in caveats)
+    assert any("without a CUDA driver" in caveat for caveat in caveats) is not has_driver
