@@ -204,6 +204,11 @@ def compare(only: set[str], known: set[str]) -> Iterator[list[dict[str, Any]]]:
         print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
+def programs_of(rows: list[dict[str, Any]]) -> set[str]:
+    """The programs of some rows; of timm each has one or two steps of its ladder."""
+    return {program(row) for row in rows}
+
+
 def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], about: Any) -> str:
     """The page beside the JSON file."""
     lines = ["# Predictions beside published measurements of real GPUs", ""]
@@ -250,8 +255,9 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
     lines += ["", "Whether it fits:", ""]
     lines += [
         "| source | cases | right | said to fit, ran out | said to run out, fit "
-        "| right by the card's name alone | suggested sizes that ran out |",
-        "|:---|---:|---:|---:|---:|---:|---:|",
+        "| programs whose every row is right | right by the card's name alone "
+        "| suggested sizes that ran out |",
+        "|:---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for source, of_source in by_source.items():
         sides = [row for row in of_source if "is_right" in row]
@@ -261,6 +267,7 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
                 f"| {source} | {len(sides)} | {len(sides) - len(wrong)} "
                 f"| {sum(row['measured'] == 'oom' for row in wrong)} "
                 f"| {sum(row['measured'] == 'fits' for row in wrong)} "
+                f"| {len(programs_of(sides) - programs_of(wrong))} of {len(programs_of(sides))} "
                 f"| {sum(row['is_right_as_named'] for row in sides)} "
                 f"| {sum(row['is_unsafe'] for row in sides)} |"
             )

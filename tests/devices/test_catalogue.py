@@ -275,3 +275,8 @@ def test_a_small_card_has_a_small_context():
 def test_a_context_that_is_given_is_all_that_is_left_free():
     assert replace(find_device("24GiB"), context_bytes=GiB).most_outside_bytes == GiB
     assert replace(find_device("24GiB"), context_bytes=0).most_outside_bytes == 0
+
+
+def test_what_a_device_of_this_machine_has_in_use_is_read_there():
+    here = replace(find_device("24GiB"), local_index=0)
+    assert here.most_outside_bytes == here.outside_bytes == CONTEXT_BYTES
