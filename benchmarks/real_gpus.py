@@ -3,16 +3,18 @@
     pip install torch==2.11.0 torchvision timm transformers einops
     python benchmarks/real_gpus.py [--only SOURCE ...] [--histories FOLDER]
 
-No GPU is needed. `benchmarks/published/cases.jsonl` has the measurements with their sources; each
-program is traced once and replayed for each of its batch sizes and cards. With `--only` the other
-sources' rows of the same day stay. The histories of six recorded steps are other people's data and
-are compared where their folder is given. The result goes to `benchmarks/results/real-gpus-<date>/`
-as JSON and Markdown.
+No GPU is needed. `benchmarks/published/` has the measurements with their sources. A program with
+many batch sizes is traced at three and replayed for each of them and for each card; one with few is
+traced at each. With `--only` the other sources' rows of the same day stay; with `--resume` so do
+those of the same source that are there. Rows are written as they come. The histories of six
+recorded steps are other people's data and are compared where their folder is given. The result goes
+to `benchmarks/results/real-gpus-<date>/` as JSON and Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -20,23 +22,30 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, command, not_reported, processor, today
-from published.steps import cases, program, reason_left_out, step_of
+from published import operators, steps
+from published.steps import cases, program, step_of
 
 import memcallback as mc
-from memcallback.devices.catalogue import DeviceSpec, find_device
+from memcallback.core.validation import DEFAULT_HEADROOM
+from memcallback.devices.catalogue import EAGER_CONTEXT_BYTES, DeviceSpec, find_device
+from memcallback.prediction.apart import predict_apart
+from memcallback.prediction.predict_here import predict_here, predict_once
+from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "Sources that were not run that day: `--only timm` has 120 more cases of what fits.",
-    "The peft and Liger measurements that are known, which are not built anew yet.",
+    "The peft measurements that are known, which are not built anew yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )
+#: With fewer batch sizes than this a program is traced at each.
+_FEW_SIZES = 3
 #: The name of a card in a case -> the card.
 _CARDS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
@@ -56,16 +65,15 @@ SOURCES = {
     ),
     "huggingface/transformers": (
         "Hugging Face's guide",
-        "PyTorch 1.10 kept gradients at 0 instead of freeing them; today's BERT has other "
-        "attention",
+        "PyTorch 1.10; the batches of the Trainer",
     ),
     "github": ("ColossalAI", "the batch size is inferred"),
     "zhuang-group": ("Mesa", "precision and attention are assumed"),
     "timm": (
         "timm",
-        "backward ran under autocast, gradients were set to 0, and cudnn.benchmark chose "
-        "algorithms of cuDNN 8.3",
+        "backward ran under autocast, and cudnn.benchmark chose algorithms of cuDNN 8.3",
     ),
+    "linkedin": ("Liger-Kernel", "single operators; PyTorch's version was not recorded"),
     "Lightning-AI": ("litgpt", ""),
     "pytorch/torchtune": ("torchtune", ""),
 }
@@ -78,6 +86,11 @@ class CardWithoutCublas(DeviceSpec):
     def cublas_workspace_bytes(self) -> int:
         """None."""
         return 0
+
+
+def all_cases() -> list[dict[str, Any]]:
+    """Steps and single operators."""
+    return [*cases(), *operators.operators()]
 
 
 def source_of(case: dict[str, Any]) -> str:
@@ -98,20 +111,37 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
     if is_of_amd:
         return CardWithoutCublas(**{**vars(card), "name": "AMD MI2xx"})
     cap_bytes = case.get("cap_bytes")
-    return replace(card, capacity_bytes=cap_bytes, context_bytes=0) if cap_bytes else card
+    if cap_bytes:
+        return replace(card, capacity_bytes=cap_bytes, context_bytes=0)
+    if case["source"].startswith("timm"):
+        # CUDA 11.3 loads all kernels at once. The capacity is what CUDA gives of the card.
+        return replace(card, capacity_bytes=case["gpu_bytes"], context_bytes=EAGER_CONTEXT_BYTES)
+    return card
+
+
+def would_be_suggested(prediction: mc.Prediction) -> bool:
+    """Whether a suggestion may be this batch size: no retry, and enough is kept free."""
+    device = prediction.device
+    assert isinstance(device, DeviceSpec)
+    budget_bytes = budget(
+        device.capacity_bytes, DEFAULT_HEADROOM, device.outside_bytes, device.most_outside_bytes
+    )
+    peak_bytes = max(step.peak_reserved_bytes or 0 for step in prediction.steps)
+    return prediction.fits_without_retry and peak_bytes <= budget_bytes
 
 
 def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]:
     """What the prediction says of what the case measured."""
     measured, value = case["measured"], case["value"]
     if measured in ("fits", "oom"):
-        says_fits = prediction.fits
-        suggested = prediction.largest_batch_size
+        does_fit = measured == "fits"
+        named = find_device(prediction.device.name) if "cap_bytes" not in case else None
+        as_named = prediction if named is None else prediction.on(named)
         return {
-            "predicted": "fits" if says_fits else "oom",
-            "is_right": says_fits == (measured == "fits"),
-            "suggested": suggested,
-            "is_unsafe": measured == "oom" and suggested is not None and suggested >= case["batch"],
+            "predicted": "fits" if prediction.fits else "oom",
+            "is_right": prediction.fits == does_fit,
+            "is_right_as_named": as_named.fits == does_fit,
+            "is_unsafe": not does_fit and would_be_suggested(as_named),
         }
     run_reserved_bytes = max(step.peak_reserved_bytes or 0 for step in prediction.steps)
     by_measure = {
@@ -128,33 +158,55 @@ def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]
     return {"predicted": predicted_bytes, "error": predicted_bytes / value - 1}
 
 
-def compare(only: set[str]) -> list[dict[str, Any]]:
-    """Each case beside its prediction."""
+def traced(group: list[dict[str, Any]]) -> dict[int, mc.Prediction]:
+    """The predictions of a program at its batch sizes, by batch size."""
+    if "operator" in group[0]:
+        step: mc.TrainingStep | mc.InferenceStep = operators.step_of(group[0])
+    else:
+        step = step_of(group[0])
+    card = card_of(group[0])
+    sizes = sorted({case["batch"] for case in group})
+
+    def work(progress: Callable[[int, int], None]) -> dict[int, mc.Prediction]:
+        if len(sizes) < _FEW_SIZES:
+            return {size: predict_once(step, device=card, batch_size=size) for size in sizes}
+        prediction = predict_here(step, device=card, progress=progress)
+        return {size: prediction.at(size) for size in sizes}
+
+    return predict_apart(work, timeout_s=3600, progress=lambda done, of_all: None)
+
+
+def compare(only: set[str], known: set[str]) -> Iterator[list[dict[str, Any]]]:
+    """Each case that is not known yet beside its prediction, by program."""
     programs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    rows = []
-    for case in cases():
-        if only and source_of(case) not in only:
+    for case in all_cases():
+        if (only and source_of(case) not in only) or case["id"] in known:
             continue
-        if reason := reason_left_out(case):
-            rows.append({**case, "left_out": reason})
+        is_operator = "operator" in case
+        if reason := (operators if is_operator else steps).reason_left_out(case):
+            yield [{**case, "left_out": reason}]
         else:
-            programs[program(case)].append(case)
+            programs[case["id"] if is_operator else program(case)].append(case)
     for number, group in enumerate(programs.values(), 1):
         start = time.perf_counter()
         print(f"{number}/{len(programs)}", group[0]["id"], end=" ", file=sys.stderr, flush=True)
         try:
-            first = mc.predict(
-                step_of(group[0]), device=card_of(group[0]), progress=lambda done, of_all: None
-            )
+            predictions = traced(group)
         except mc.PredictionError as error:
-            rows += [{**case, "left_out": f"cannot be predicted: {error}"} for case in group]
+            yield [{**case, "left_out": f"cannot be predicted: {error}"} for case in group]
             continue
+        rows = []
         for case in group:
-            card = card_of(case)
-            at_case = (first if card == first.device else first.on(card)).at(case["batch"])
+            card, at_size = card_of(case), predictions[case["batch"]]
+            at_case = at_size if card == at_size.device else at_size.on(card)
             rows.append({**case, **predicted(case, at_case)})
+        yield rows
         print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    return rows
+
+
+def programs_of(rows: list[dict[str, Any]]) -> set[str]:
+    """The programs of some rows; of timm each has one or two steps of its ladder."""
+    return {program(row) for row in rows}
 
 
 def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], about: Any) -> str:
@@ -203,8 +255,9 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
     lines += ["", "Whether it fits:", ""]
     lines += [
         "| source | cases | right | said to fit, ran out | said to run out, fit "
+        "| programs whose every row is right | right by the card's name alone "
         "| suggested sizes that ran out |",
-        "|:---|---:|---:|---:|---:|---:|",
+        "|:---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for source, of_source in by_source.items():
         sides = [row for row in of_source if "is_right" in row]
@@ -214,6 +267,8 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
                 f"| {source} | {len(sides)} | {len(sides) - len(wrong)} "
                 f"| {sum(row['measured'] == 'oom' for row in wrong)} "
                 f"| {sum(row['measured'] == 'fits' for row in wrong)} "
+                f"| {len(programs_of(sides) - programs_of(wrong))} of {len(programs_of(sides))} "
+                f"| {sum(row['is_right_as_named'] for row in sides)} "
                 f"| {sum(row['is_unsafe'] for row in sides)} |"
             )
     lines += ["", "Left out:", ""]
@@ -243,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     names = [name for name, _ in SOURCES.values()]
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="SOURCE")
+    parser.add_argument("--resume", action="store_true", help="keep what is there")
     parser.add_argument("--histories", type=Path, help="the folder of recorded histories")
     parser.add_argument("--out", type=Path, help="the folder for real_gpus.json and .md")
     options = parser.parse_args()
@@ -251,9 +307,6 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     file = out / "real_gpus.json"
     before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "histories": []}
-    rows = compare(set(options.only))
-    new = {row["id"] for row in rows}
-    rows = [row for row in before["rows"] if row["id"] not in new] + rows
     histories = before["histories"]
     if options.histories:
         from published import histories as recorded
@@ -268,9 +321,20 @@ def main() -> None:
         "date": today(),
         "command": command(),
     }
-    content = {"about": about, "rows": rows, "histories": histories, "not_reported": NOT_REPORTED}
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    (out / "real_gpus.md").write_text(to_markdown(rows, histories, about))
+    rows = {row["id"]: row for row in before["rows"]}
+    known = (
+        {name for name, row in rows.items() if "left_out" not in row} if options.resume else set()
+    )
+    for new in itertools.chain([[]], compare(set(options.only), known)):
+        rows |= {row["id"]: row for row in new}
+        content = {
+            "about": about,
+            "rows": [rows[case["id"]] for case in all_cases() if case["id"] in rows],
+            "histories": histories,
+            "not_reported": NOT_REPORTED,
+        }
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        (out / "real_gpus.md").write_text(to_markdown(content["rows"], histories, about))
 
 
 if __name__ == "__main__":

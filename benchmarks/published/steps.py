@@ -39,6 +39,22 @@ _LEFT_OUT = {
 }
 
 
+class _KeepingGradients:
+    """Sets gradients to 0, as the default was before PyTorch 2.0."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's own."""
+        super().zero_grad(set_to_none=False)  # type: ignore[misc]  # an optimizer's
+
+
+class _SGD(_KeepingGradients, torch.optim.SGD):
+    pass
+
+
+class _AdamW(_KeepingGradients, torch.optim.AdamW):
+    pass
+
+
 class _Names(dict[str, Any]):
     """What a case's model may name: three libraries, and classes of transformers."""
 
@@ -72,15 +88,24 @@ def _optimizer_of(case: dict[str, Any]) -> Callable[..., torch.optim.Optimizer] 
     if text.startswith("none"):
         return None
     if "nesterov" in text:
-        foreach = False if text == _TIMM else None
-        return partial(torch.optim.SGD, lr=1e-4, momentum=0.9, nesterov=True, foreach=foreach)
+        is_timm = text == _TIMM
+        foreach = False if is_timm else None
+        sgd = _SGD if is_timm else torch.optim.SGD
+        return partial(sgd, lr=1e-4, momentum=0.9, nesterov=True, foreach=foreach)
+    if case["source"].startswith("huggingface/transformers"):
+        return partial(_AdamW, lr=1e-3, foreach=False)
     return _OPTIMIZERS[text.split("(")[0].split()[0]]
 
 
 def _model_of(case: dict[str, Any]) -> nn.Module:
     is_of_transformers = case["lib"] == "transformers"
+    if case["lib"] == "timm":
+        # timm of 2022 writes attention out.
+        __import__("timm").layers.set_fused_attn(not case["source"].startswith("timm"))
     with torch.device("meta" if is_of_transformers else "cpu"):
         model: nn.Module = eval(case["model"], {"__builtins__": {}}, _Names(nn=nn))
+    if case["source"].startswith("huggingface/transformers"):
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # as in 2022
     if "ckpt" in case["id"]:
         model.gradient_checkpointing_enable()  # type: ignore[operator]  # a model of transformers
     if case["channels_last"]:

@@ -10,7 +10,7 @@ from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
-from memcallback.prediction.search import gap_sentence
+from memcallback.prediction.search import budget, gap_sentence
 
 _NUM_RANKS_NAMED = 8
 
@@ -76,6 +76,8 @@ class BatchSizeAdvice(Printable):
         capacity_bytes: The device's memory.
         outside_bytes: Memory of it used outside this process's allocator; None if unknown, and
             then counted as 0.
+        most_outside_bytes: The most that may be used there, where it is assumed; None where it was
+            measured.
         headroom: The fraction of the capacity that is kept free.
         is_measured: Whether the peaks are those of a measured step of this training on this device;
             else they are predicted.
@@ -111,6 +113,7 @@ class BatchSizeAdvice(Printable):
     limit_fits_again: int | None = None
     by_sequence_length: Mapping[int, int] = field(default_factory=dict)
     by_rank: tuple[RankBatchSize, ...] = ()
+    most_outside_bytes: int | None = None
     fits_at: InitVar[Callable[[int], bool] | None] = None
 
     def __post_init__(self, fits_at: Callable[[int], bool] | None) -> None:
@@ -151,8 +154,13 @@ class BatchSizeAdvice(Printable):
 
     @property
     def budget_bytes(self) -> int:
-        """The process's share of the device: capacity minus headroom minus outside memory."""
-        return int(self.capacity_bytes * (1 - self.headroom)) - (self.outside_bytes or 0)
+        """The process's share of the device: capacity minus headroom minus outside memory.
+
+        It leaves `most_outside_bytes` free as well.
+        """
+        return budget(
+            self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
+        )
 
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
         """Exactly so many samples between two updates, in the largest batches that fit.
@@ -320,6 +328,7 @@ class BatchSizeAdvice(Printable):
             "multiple_of_batch_size": self.bounds.multiple_of,
             "capacity_bytes": self.capacity_bytes,
             "outside_bytes": self.outside_bytes,
+            "most_outside_bytes": self.most_outside_bytes,
             "budget_bytes": self.budget_bytes,
             "headroom_pct": 100 * self.headroom,
             "is_measured": self.is_measured,

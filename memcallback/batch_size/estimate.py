@@ -40,8 +40,8 @@ class Estimate:
         largest: The most samples that are sure to fit, with the headroom.
         counts: Which memory `peaks` is of: `reserved` or `allocated`.
         validation: That of the validation after the step, which must fit too; None for none.
-        bounds, capacity_bytes, outside_bytes, headroom, is_measured, basis, leaves_out,
-        architecture_of, caveats: As in `BatchSizeAdvice`.
+        bounds, capacity_bytes, outside_bytes, most_outside_bytes, headroom, is_measured, basis,
+        leaves_out, architecture_of, caveats: As in `BatchSizeAdvice`.
     """
 
     peaks: PeakLine | TracedPeak
@@ -57,12 +57,14 @@ class Estimate:
     architecture_of: str | None = None
     caveats: tuple[str, ...] = ()
     validation: Estimate | None = None
+    most_outside_bytes: int | None = None
 
     def fits(self, batch_size: int) -> bool:
         """Whether the peak of a batch size plus the headroom stays within the device."""
-        fits = self.peaks.fits(
-            batch_size, budget(self.capacity_bytes, self.headroom, self.outside_bytes)
+        budget_bytes = budget(
+            self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
         )
+        fits = self.peaks.fits(batch_size, budget_bytes)
         return fits and (self.validation is None or self.validation.fits(batch_size))
 
     def peak_at(self, batch_size: int) -> int:
@@ -126,6 +128,7 @@ class Estimate:
             bounds=self.bounds,
             capacity_bytes=self.capacity_bytes,
             outside_bytes=self.outside_bytes,
+            most_outside_bytes=self.most_outside_bytes,
             headroom=self.headroom,
             is_measured=self.is_measured,
             basis=self.basis,
@@ -318,7 +321,8 @@ def estimate_from_trace(
             else "; the measured step agrees"
         )
     outside = device.outside_bytes if outside_bytes is None else outside_bytes
-    budget_bytes = budget(capacity_bytes, headroom, outside)
+    most_outside = device.most_outside_bytes if outside_bytes is None else None
+    budget_bytes = budget(capacity_bytes, headroom, outside, most_outside)
     largest = peaks.largest_within(budget_bytes)
     if largest is None and bounds.most is not None and peaks.fits(bounds.most, budget_bytes):
         largest = bounds.most
@@ -333,7 +337,7 @@ def estimate_from_trace(
     if outside_bytes is None and outside:
         leaves_out.append(
             "other processes on the device (the CUDA context is assumed to take "
-            f"{format_bytes(outside)})"
+            f"{format_bytes(outside)}{_kept_for_it(budget_bytes, capacity_bytes, most_outside)})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")
@@ -351,6 +355,7 @@ def estimate_from_trace(
         bounds=bounds,
         capacity_bytes=capacity_bytes,
         outside_bytes=outside,
+        most_outside_bytes=most_outside,
         headroom=headroom,
         is_measured=False,
         basis=basis,
@@ -358,6 +363,13 @@ def estimate_from_trace(
         architecture_of=_architecture_of(predicted, capacity_bytes),
         caveats=predicted.device.caveats,
     )
+
+
+def _kept_for_it(budget_bytes: int, capacity_bytes: int, most_outside: int | None) -> str:
+    """What a suggestion keeps free for the context, where that is more than the headroom."""
+    if most_outside is None or budget_bytes < capacity_bytes - most_outside:
+        return ""
+    return f", {format_bytes(most_outside)} are kept free for it"
 
 
 def _architecture_of(predicted: Prediction, capacity_bytes: int) -> str | None:

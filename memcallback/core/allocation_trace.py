@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memcallback.core.types import Category, Phase, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """What is allocated instead of something that does not fit: the workspaces of other algorithms.
+
+    Attributes:
+        function: Gives the sizes to try, in order; 0 if one needs no memory.
+        arguments: What it is called with.
+    """
+
+    function: Callable[..., tuple[int, ...]]
+    arguments: tuple[Hashable, ...]
+
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """The sizes to try, in order."""
+        return self.function(*self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +38,7 @@ class Alloc:
         category: What it is for; None if unknown.
         operator: The operator that allocated it, such as `aten::convolution`; empty if unknown.
         module: The fully qualified name of the module that was running; the root is "".
+        fallback: What is tried if it does not fit; None if the program then fails.
     """
 
     id: int
@@ -29,6 +47,7 @@ class Alloc:
     category: Category | None = None
     operator: str = ""
     module: str = ""
+    fallback: Fallback | None = None
 
     def __post_init__(self) -> None:
         if self.size_bytes < 0:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
+from memcallback.core.allocation_trace import Fallback
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.types import Category
 
@@ -20,10 +21,12 @@ class AllocTemp:
     Attributes:
         size_bytes: The size, at least 0.
         category: `Category.TEMPORARY`, or `Category.WORKSPACE` for a library's (cuDNN).
+        fallback: What is tried if it does not fit; None if the operator then fails.
     """
 
     size_bytes: int
     category: Category = Category.TEMPORARY
+    fallback: Fallback | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memcallback.core.allocation_trace import Fallback
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, Kernel, OpenBlasHandles
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import schema_of
@@ -111,9 +112,14 @@ class KernelBuilder:
         self._steps: list[AllocTemp | FreeTemp | AllocOutput | OpenBlasHandles] = []
         self._num_temps = 0
 
-    def alloc(self, size_bytes: int, category: Category = Category.TEMPORARY) -> int:
+    def alloc(
+        self,
+        size_bytes: int,
+        category: Category = Category.TEMPORARY,
+        fallback: Fallback | None = None,
+    ) -> int:
         """Allocate a temporary; return its number, for `free`."""
-        self._steps.append(AllocTemp(size_bytes, category))
+        self._steps.append(AllocTemp(size_bytes, category, fallback))
         self._num_temps += 1
         return self._num_temps - 1
 

@@ -70,6 +70,18 @@ class DeviceSpec:
         """What this process uses outside the allocator: context and communication library."""
         return self.context_bytes + self.communication_bytes
 
+    @property
+    def most_outside_bytes(self) -> int:
+        """The most that was seen of it, if the context is assumed; suggestions leave it free.
+
+        On a small card an eighth of it at most: contexts grow with the card. What a device of this
+        machine has in use is read there.
+        """
+        if self.context_bytes != CONTEXT_BYTES or self.local_index is not None:
+            return self.outside_bytes
+        seen_bytes = min(CONTEXT_SEEN_BYTES[1], self.capacity_bytes // 8)
+        return max(self.context_bytes, seen_bytes) + self.communication_bytes
+
 
 def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int, int]) -> int:
     """The workspace that each cuBLAS handle keeps on a device of a compute capability.
@@ -113,6 +125,11 @@ class HostSpec:
         return 0
 
     @property
+    def most_outside_bytes(self) -> int:
+        """0: everything is counted."""
+        return 0
+
+    @property
     def allocator_capacity_bytes(self) -> int | None:
         """The same as `capacity_bytes`."""
         return self.capacity_bytes
@@ -124,18 +141,26 @@ class HostSpec:
 NCCL_BYTES = (544 * MiB, 1_600_000_000)
 #: A device that a step can be predicted for.
 Device = DeviceSpec | HostSpec
-#: An assumption: a CUDA context with PyTorch's kernels. It differs between cards and drivers and
-#: grows with the kernels that are loaded (CUDA C++ Programming Guide, "Lazy Loading"). Reported
-#: were 254 MiB after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192 bytes
-#: minus the tensor's segment of 20 MiB, PyTorch 1.13: github.com/pytorch/pytorch/pull/86509) and
-#: 426 MiB before any (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/1053).
+#: An assumption: a CUDA context with PyTorch's kernels. What it depends on:
+#: - Whether kernels are loaded when they are first needed: from CUDA 11.7 on, and PyTorch turns it
+#:   on (CUDA_MODULE_LOADING=LAZY, github.com/pytorch/pytorch/pull/86509). There 254 MiB were seen
+#:   after one tensor and 616 MiB with all kernels (287,047,680 and 666,632,192 bytes minus the
+#:   tensor's segment of 20 MiB, PyTorch 1.13); about 300 and 400 MiB in issues/107667 and 109888;
+#:   426 MiB before any kernel (PyTorch 2.10, RTX 6000 Ada: github.com/unslothai/unsloth-zoo/pull/
+#:   1053). Before CUDA 11.7 all kernels are in it: `EAGER_CONTEXT_BYTES`.
+#: - The libraries whose kernels a program uses; cuDNN's, cuBLAS's.
+#: - The card, and the driver.
 #: benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
-#: The least and the most that was reported outside the allocator. The most: what nvidia-smi shows
-#: of an A100 in a training of almost no parameters, 1,451 MiB minus 22 MiB of segments
-#: (github.com/itu-rad/GPUMemNet, PyTorch 2). 1,343 MiB were seen on a V100 (perf_train_gpu_one.mdx
-#: of huggingface/transformers, PyTorch 1.10). These count what the driver keeps, too.
+#: The least and the most that was seen outside the allocator where kernels are loaded when they
+#: are needed. The most: what nvidia-smi shows of an A100 in a training of almost no parameters,
+#: 1,451 MiB minus 22 MiB of segments (github.com/itu-rad/GPUMemNet, PyTorch 2), which counts what
+#: the driver keeps, too.
 CONTEXT_SEEN_BYTES = (254 * MiB, 1_429 * MiB)
+#: With all kernels in the context: 1,644 MiB minus a segment of 158 MiB on an RTX 3090 (CUDA 11.1,
+#: github.com/pytorch/pytorch/issues/49877). 1,343 MiB were seen on a V100 (perf_train_gpu_one.mdx
+#: of huggingface/transformers, PyTorch 1.10).
+EAGER_CONTEXT_BYTES = 1_486 * MiB
 
 
 def _spec(

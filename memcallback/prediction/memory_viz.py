@@ -20,6 +20,7 @@ from memcallback.core.types import Phase
 from memcallback.devices.catalogue import HostSpec
 from memcallback.prediction.allocator.blocks import Block
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
+from memcallback.prediction.fallbacks import KeptPlans
 from memcallback.prediction.prediction import Prediction
 
 #: The one memory pool that is simulated: PyTorch's default.
@@ -64,6 +65,7 @@ class _Recorder:
         self.entries: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
         self.frames: dict[int, list[dict[str, Any]]] = {}
+        self.plans = KeptPlans()
         self.phase: Phase | None = None
         self.num_steps = 0
         self.mapped: dict[int, tuple[int, int]] = {}
@@ -75,10 +77,12 @@ class _Recorder:
             if isinstance(event, Alloc):
                 if not event.size_bytes:
                     continue
-                block = self.allocate(event)
-                if block is None:
+                try:
+                    block = self.allocate(event)
+                except OutOfMemoryError:
                     return
-                blocks[event.id] = block
+                if block is not None:
+                    blocks[event.id] = block
             elif isinstance(event, Free):
                 if event.id in blocks:
                     self.free(blocks.pop(event.id))
@@ -100,25 +104,31 @@ class _Recorder:
         )
 
     def allocate(self, event: Alloc) -> Block | None:
-        """None where memory runs out."""
+        """None for a workspace that gave way to an algorithm without one."""
         frames, reserved_bytes, retries = (
             self.frames_of(event),
             self.allocator.reserved_bytes,
             self.allocator.num_alloc_retries,
         )
         try:
-            block = self.allocator.allocate(event.size_bytes, event.stream)
+            block = self.plans.allocate(
+                event,
+                lambda size_bytes: self.allocator.allocate(size_bytes, event.stream),
+                is_backward=self.phase is Phase.BACKWARD,
+            )
         except OutOfMemoryError as error:
             self.follow_segments(event.stream, frames)
             free_bytes = error.capacity_bytes - self.allocator.reserved_bytes
             self.entry("oom", 0, event.size_bytes, event.stream, frames, device_free=free_bytes)
-            return None
+            raise
         if (self.allocator.reserved_bytes, self.allocator.num_alloc_retries) != (
             reserved_bytes,
             retries,
         ):
             self.follow_segments(event.stream, frames)
-        self.entry("alloc", block.address, event.size_bytes, event.stream, frames)
+        if block is None:
+            return None
+        self.entry("alloc", block.address, block.requested_bytes, event.stream, frames)
         self.frames[block.address] = frames
         return block
 

@@ -148,10 +148,12 @@ class Prediction(Printable):
                     spans.saved_bytes,
                 ),
             ),
-            "caveats": tuple(dict.fromkeys(self._caveats(shown.caveats))),
+            "caveats": (),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        caveats = tuple(dict.fromkeys(self._caveats(shown.caveats)))
+        object.__setattr__(self, "caveats", caveats)
 
     @classmethod
     def of(
@@ -603,6 +605,13 @@ class Prediction(Printable):
                 f"allocator (CUDA context, driver; {seen} were seen). Other processes are not "
                 "counted."
             )
+            peak_bytes = max(step.peak_reserved_bytes or 0 for step in self.steps)
+            left_bytes = device.capacity_bytes - device.communication_bytes - peak_bytes
+            if self.fits and left_bytes < device.most_outside_bytes - device.communication_bytes:
+                yield (
+                    f"The step fits if they take no more than {format_bytes(left_bytes)} on your "
+                    "card."
+                )
             if device.communication_bytes:
                 seen = " to ".join(map(format_bytes, NCCL_BYTES))
                 yield (

@@ -25,6 +25,7 @@ from memcallback.devices.catalogue import Device, HostSpec
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.allocator.host import HostAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.fallbacks import KeptPlans
 from memcallback.prediction.steady_state import (
     MAX_WINDOWS,
     Peaks,
@@ -110,7 +111,7 @@ class Replay:
             there. None if it did not.
         caveats: Why the last steps may not be steady, one sentence each.
         block_bytes: The id of each `Alloc` of more than 0 bytes -> the size of its block, in the
-            last repetition if it was repeated.
+            last repetition if it was repeated; 0 if an algorithm without a workspace was taken.
     """
 
     steps: list[ReplayedStep] = field(default_factory=list)
@@ -183,6 +184,7 @@ class _Replayer(Generic[_Block]):
         #: What the last step is a step of; at first no step was.
         self.stage: Stage | None = None
         self.peak = (-1, -1)
+        self.plans = KeptPlans()
 
     def run(self) -> None:
         """Replay all events; an OutOfMemoryError is noted in the result and raised."""
@@ -247,12 +249,19 @@ class _Replayer(Generic[_Block]):
                 size_bytes = event.size_bytes
                 if not size_bytes:
                     continue
+                number = event.id
                 try:
-                    block = allocate(size_bytes, event.stream)
+                    block = (
+                        allocate(size_bytes, event.stream)
+                        if event.fallback is None
+                        else self.workspace(event)
+                    )
                 except OutOfMemoryError as error:
                     self.result.out_of_memory = self.failure(event, error)
                     raise
-                number = event.id
+                if block is None:
+                    block_bytes[number] = 0
+                    continue
                 alive[number] = block
                 block_bytes[number] = block.size_bytes
                 if event.category in held:
@@ -272,6 +281,14 @@ class _Replayer(Generic[_Block]):
             else:
                 self.mark(position, event)  # type: ignore[arg-type]  # type(event) excludes the others
                 peak_bytes = self.peak_bytes()
+
+    def workspace(self, alloc: Alloc) -> _Block | None:
+        """Allocate a workspace, or that of the next algorithm that fits; None if it needs none."""
+
+        def allocate(size_bytes: int) -> _Block:
+            return self.allocator.allocate(size_bytes, alloc.stream)
+
+        return self.plans.allocate(alloc, allocate, is_backward=self.phase is Phase.BACKWARD)
 
     def peak_bytes(self) -> float:
         """The allocated peak of the step so far; infinite outside phases, which do not count."""
@@ -342,8 +359,13 @@ class _Replayer(Generic[_Block]):
         module = f"module {alloc.module!r}" if alloc.module else "the root module"
         text = f"{where}, {alloc.operator or 'an allocation'} in {module}: {error}"
         if alloc.category is Category.WORKSPACE and "convolution" in alloc.operator:
-            # `try_plans` in Conv_v8.cpp; what the next algorithm needs is not known here.
-            text += " PyTorch then tries a slower algorithm of cuDNN, which may need less."
+            # `try_configs` in Conv_v8.cpp; without cuDNN the other workspaces are not known.
+            tried = alloc.fallback.sizes_bytes() if alloc.fallback else ()
+            text += (
+                " The workspaces of cuDNN's other algorithms do not fit either."
+                if tried
+                else " PyTorch then tries a slower algorithm of cuDNN, which may need less."
+            )
         return text
 
 

@@ -108,9 +108,21 @@ def gap_sentence(limit: int, fits_again: int) -> str:
     )
 
 
-def budget(capacity_bytes: int, headroom: float, outside_bytes: int | None) -> int:
-    """What the allocator may take: the capacity less the headroom and what others use."""
-    return int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
+def budget(
+    capacity_bytes: int,
+    headroom: float,
+    outside_bytes: int | None,
+    most_outside_bytes: int | None = None,
+) -> int:
+    """What the allocator may take: the capacity less the headroom and what others use.
+
+    The most that others may use stays free, too, where what they use is assumed. The headroom is a
+    part of it: it is there for what is not known.
+    """
+    left_bytes = int(capacity_bytes * (1 - headroom)) - (outside_bytes or 0)
+    if most_outside_bytes is None:
+        return left_bytes
+    return min(left_bytes, capacity_bytes - most_outside_bytes)
 
 
 class Outcome(NamedTuple):
@@ -260,7 +272,10 @@ class BatchReplays:
         capacity_bytes = self.device.capacity_bytes
         if capacity_bytes is None or at_all is None:
             return None
-        budget_bytes = budget(capacity_bytes, DEFAULT_HEADROOM, self.device.outside_bytes)
+        device = self.device
+        budget_bytes = budget(
+            capacity_bytes, DEFAULT_HEADROOM, device.outside_bytes, device.most_outside_bytes
+        )
 
         def fits(batch_size: int) -> bool:
             return (

@@ -90,7 +90,10 @@ def _replayed(
     replayed = replay(events, allocator, unlimited=is_unlimited)
     # The last step is replayed last, however often it was repeated.
     start = last_step_start(events)
-    num_last = sum(isinstance(event, Alloc) and event.size_bytes > 0 for event in events[start:])
+    sizes = replayed.block_bytes
+    num_last = sum(
+        isinstance(event, Alloc) and sizes.get(event.id, 0) > 0 for event in events[start:]
+    )
     return _Replayed(replayed.block_bytes, allocator.history[-num_last:] if num_last else ())
 
 
@@ -119,7 +122,7 @@ def _changes(events: Sequence[Event], replayed: _Replayed) -> Iterator[_Change]:
             size_bytes = replayed.block_bytes[event.id]
             sizes[position] += size_bytes
             if number >= start:
-                now = next(reserved, None)
+                now = next(reserved, None) if size_bytes else now
                 yield _Change(tuple(sizes), now, event, size_bytes)
         elif isinstance(event, Free) and event.id in alive:
             sizes[alive.pop(event.id)] -= replayed.block_bytes[event.id]

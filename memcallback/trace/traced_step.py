@@ -347,7 +347,13 @@ def _add_events(
             ids.append(next(temporaries))
             events.append(
                 Alloc(
-                    ids[-1], step.size_bytes, call.stream, step.category, call.operator, call.module
+                    ids[-1],
+                    step.size_bytes,
+                    call.stream,
+                    step.category,
+                    call.operator,
+                    call.module,
+                    step.fallback,
                 )
             )
         elif isinstance(step, FreeTemp):
@@ -372,7 +378,15 @@ def _resized(alloc: Alloc, size_bytes: int, moved: Callable[[int], int] | None =
     if alloc.size_bytes == size_bytes and alloc.id == number:
         return alloc
     # Not `replace`, which takes three times as long.
-    return Alloc(number, size_bytes, alloc.stream, alloc.category, alloc.operator, alloc.module)
+    return Alloc(
+        number,
+        size_bytes,
+        alloc.stream,
+        alloc.category,
+        alloc.operator,
+        alloc.module,
+        alloc.fallback,
+    )
 
 
 def _num_numbers(item: Item) -> int:

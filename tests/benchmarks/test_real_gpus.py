@@ -10,6 +10,7 @@ import memcallback as mc
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import real_gpus
+from published import operators
 from published.steps import cases, program, reason_left_out, step_of
 
 CASES = cases()
@@ -57,3 +58,40 @@ def test_a_perceptron_takes_what_nvidia_smi_showed_on_an_a100(case):
     )
     # The reading has a step of one second and kernels that libraries load.
     assert abs(real_gpus.predicted(case, prediction)["error"]) < 0.05
+
+
+OPERATORS = operators.operators()
+
+
+def test_every_operator_names_its_card_and_one_that_is_left_out_its_reason():
+    assert len(OPERATORS) == len({row["id"] for row in OPERATORS}) == 197
+    for row in OPERATORS:
+        assert real_gpus.source_of(row) == "Liger-Kernel"
+        assert real_gpus.card_of(row).compute_capability in ((9, 0), (8, 6))
+    built = [row for row in OPERATORS if operators.reason_left_out(row) is None]
+    assert len(built) == 66
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "fused_add_rms_norm",
+        "jsd",
+        "kl_div",
+        "layer_norm",
+        "megatron_rms_norm",
+        "megatron_swiglu",
+        "relu_squared",
+        "softmax",
+        "sparsemax",
+        "tvd",
+    ],
+)
+def test_an_operator_takes_what_was_measured_to_the_byte(operator):
+    row = next(row for row in OPERATORS if row["operator"] == operator)
+    prediction = mc.predict(
+        operators.step_of(row),
+        device=real_gpus.card_of(row),
+        progress=lambda done, num_all: None,
+    )
+    assert prediction.peak_allocated_bytes == row["value"]

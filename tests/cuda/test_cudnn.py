@@ -7,13 +7,17 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from convolution_cases import CARDS, questions, recorded
+from torch import nn
 
+import memcallback as mc
 from memcallback.core.units import MiB
 from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, Kind
 from memcallback.cuda.convolution.workspace import (
+    all_workspaces_bytes,
     estimated_workspace_bytes,
     workspace_bytes,
     workspace_or_estimate_bytes,
@@ -115,14 +119,18 @@ class Library:
 
 @pytest.fixture
 def installed(monkeypatch):
+    def clear():
+        workspace._workspace_bytes.cache_clear()
+        workspace._all_workspaces_bytes.cache_clear()
+
     def install(library):
         found = None if library is None else CuDNN(library)
         monkeypatch.setattr(cudnn, "load", lambda: found)
-        workspace._workspace_bytes.cache_clear()
+        clear()
         return library
 
     yield install
-    workspace._workspace_bytes.cache_clear()
+    clear()
 
 
 def ask(convolution=THREE):
@@ -153,6 +161,20 @@ def test_the_fallback_list_is_asked_when_the_heuristics_have_no_plan(installed):
 def test_no_plan_at_all_is_no_answer(installed):
     installed(Library(instant=[([], None)]))
     assert ask() is None
+
+
+def test_where_one_plan_fails_the_others_are_tried_in_order(installed):
+    installed(
+        Library(instant=[([], None), ([], 77), ([DOWN_CONVERT], 9), ([], 5)], fallback=[([], 0)])
+    )
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == (77, 5, 0)
+
+
+def test_without_cudnn_no_other_plan_is_known(installed):
+    installed(None)
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == ()
+    installed(Library(instant=[([], 9)], schema=0))
+    assert all_workspaces_bytes(THREE, (8, 64, 56, 56), H200) == ()
 
 
 def test_engines_that_round_their_inputs_down_are_passed_over(installed):
@@ -303,3 +325,15 @@ def test_an_installed_cudnn_answers_as_recorded():
     for record in records:
         for convolution, shape, answer in questions(record)[::10]:
             assert workspace_bytes(convolution, shape, CARDS[record["meta"]["device"]]) == answer
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_prediction_names_the_version_that_was_asked(installed, monkeypatch, has_driver):
+    installed(Library(instant=[([], 9)], version=90800))
+    monkeypatch.setattr(cudnn, "is_driver_installed", lambda: has_driver)
+    step = mc.TrainingStep(
+        nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), loss=lambda m, x: m(x).sum()
+    )
+    caveats = mc.predict(step, device="A100", isolate=False, progress=lambda *_: None).caveats
+    assert any("those of cuDNN 9.8.0, which was asked" in caveat for caveat in caveats)
+    assert any("without a CUDA driver" in caveat for caveat in caveats) is not has_driver

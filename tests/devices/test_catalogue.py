@@ -7,6 +7,7 @@ from memcallback.core.units import GiB, MiB
 from memcallback.devices.catalogue import (
     CATALOGUE,
     CONTEXT_BYTES,
+    CONTEXT_SEEN_BYTES,
     DeviceSpec,
     HostSpec,
     architectures,
@@ -255,3 +256,27 @@ def test_consumer_blackwell_is_as_its_whitepaper_says(name, num_multiprocessors,
 def test_cards_that_people_rent_are_known(text, mib, capability):
     card = find_device(text)
     assert (card.capacity_bytes, card.compute_capability) == (mib * MiB, capability)
+
+
+def test_where_the_context_is_assumed_a_suggestion_leaves_the_largest_seen_free():
+    card = find_device("RTX 3090")
+    assert card.outside_bytes == CONTEXT_BYTES
+    assert card.most_outside_bytes == CONTEXT_SEEN_BYTES[1]
+    ranked = replace(card, communication_bytes=MiB)
+    assert ranked.most_outside_bytes == CONTEXT_SEEN_BYTES[1] + MiB
+    assert find_device("cpu").most_outside_bytes == 0
+
+
+def test_a_small_card_has_a_small_context():
+    assert find_device("8GiB").most_outside_bytes == GiB
+    assert find_device("2GiB").most_outside_bytes == CONTEXT_BYTES
+
+
+def test_a_context_that_is_given_is_all_that_is_left_free():
+    assert replace(find_device("24GiB"), context_bytes=GiB).most_outside_bytes == GiB
+    assert replace(find_device("24GiB"), context_bytes=0).most_outside_bytes == 0
+
+
+def test_what_a_device_of_this_machine_has_in_use_is_read_there():
+    here = replace(find_device("24GiB"), local_index=0)
+    assert here.most_outside_bytes == here.outside_bytes == CONTEXT_BYTES

@@ -9,7 +9,7 @@ from memcallback.batch_size.estimate import estimate, suggest
 from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free
 from memcallback.core.types import Category, Kind, Phase
-from memcallback.core.units import GiB, MiB, round_up
+from memcallback.core.units import GiB, MiB, format_bytes, round_up
 from memcallback.devices.catalogue import HostSpec, find_device
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -212,6 +212,38 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     assert any("context is assumed to take 512.00 MiB" in text for text in advice.leaves_out)
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
     assert smaller.largest < advice.largest
+
+
+def test_where_the_context_is_assumed_a_suggestion_leaves_the_largest_that_was_seen():
+    capacity_bytes = 8 * GiB
+    predicted = prediction(16, device=capacity_bytes)
+
+    def advice(**options):
+        return suggest(measured=None, predicted=predicted, capacity_bytes=capacity_bytes, **options)
+
+    assumed = advice()
+    assert assumed.budget_bytes == 7 * GiB
+    assert any(
+        "assumed to take 512.00 MiB, 1024.00 MiB are kept free for it" in text
+        for text in assumed.leaves_out
+    )
+    assert assumed.to_dict()["most_outside_bytes"] == GiB
+    more = advice(headroom=0.25)
+    assert more.budget_bytes == 6 * GiB - 512 * MiB
+    assert not any("kept free for it" in text for text in more.leaves_out)
+    measured = advice(outside_bytes=512 * MiB)
+    assert measured.budget_bytes == int(0.95 * capacity_bytes) - 512 * MiB
+    assert predicted.largest_batch_size == assumed.largest < measured.largest
+
+
+def test_a_step_that_fits_with_the_assumed_context_alone_says_so():
+    predicted = prediction(16, device=8 * GiB)
+    assert not any("The step fits if" in text for text in predicted.caveats)
+    close = predicted.at(predicted.limit_without_retry)
+    left = 8 * GiB - max(step.peak_reserved_bytes for step in close.steps)
+    assert f"The step fits if they take no more than {format_bytes(left)} on your card." in (
+        close.caveats
+    )
 
 
 def test_what_was_measured_more_is_added_to_every_batch_size():

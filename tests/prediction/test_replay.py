@@ -4,6 +4,7 @@ import pytest
 
 from memcallback.core.allocation_trace import (
     Alloc,
+    Fallback,
     Free,
     PhaseEnd,
     PhaseStart,
@@ -192,3 +193,81 @@ def test_what_is_live_at_an_event_is_listed_the_largest_first():
     assert [item.alloc for item in live_at(3, events, sizes)] == [second, third, first]
     assert [item.block_bytes for item in live_at(4, events, sizes)] == [600, 512]
     assert [item.alloc for item in live_at(0, events, sizes)] == [first]
+
+
+def same(*sizes):
+    return sizes
+
+
+def workspace(number, size_mib, *others):
+    """A convolution's workspace, and those of the plans after it, in MiB."""
+    sizes = tuple(size * MiB for size in (size_mib, *others))
+    fallback = Fallback(same, sizes)
+    return Alloc(
+        number, sizes[0], category=Category.WORKSPACE, operator="aten::conv", fallback=fallback
+    )
+
+
+def on_card(events, capacity_mib):
+    return replay(events, CachingAllocator(capacity_bytes=capacity_mib * MiB))
+
+
+def test_a_workspace_that_does_not_fit_gives_way_to_that_of_the_next_plan():
+    held = Alloc(0, 40 * MiB)
+    events = [held, *step(phase(FORWARD, workspace(1, 64, 32, 12, 0), Free(1)))]
+    result = on_card(events, 60)
+    assert result.out_of_memory is None
+    assert result.block_bytes[1] == 12 * MiB
+    # The first plan and the second failed, each after the cache was released.
+    assert result.num_alloc_retries == 2
+    assert on_card(events, 200).block_bytes[1] == 64 * MiB
+
+
+def test_a_plan_without_a_workspace_needs_no_room():
+    events = [Alloc(0, 40 * MiB), *step(phase(FORWARD, workspace(1, 64, 0), Free(1)))]
+    result = on_card(events, 40)
+    assert result.out_of_memory is None
+    assert result.block_bytes[1] == 0
+    assert result.steps[0].windows[0].peak_allocated_bytes == 40 * MiB
+
+
+def test_the_plan_that_ran_is_kept_for_its_problem_in_its_thread():
+    first, again, elsewhere = (workspace(number, 64, 12) for number in (2, 4, 6))
+    other = workspace(8, 66, 12)
+    events = [
+        Alloc(0, 20 * MiB),
+        *step(
+            phase(FORWARD, Alloc(1, 40 * MiB), first, Free(2), Free(1), again, Free(4), other),
+            phase(BACKWARD, Free(8), elsewhere),
+        ),
+    ]
+    sizes = on_card(events, 90).block_bytes
+    assert [sizes[number] // MiB for number in (2, 4, 8, 6)] == [12, 12, 66, 64]
+
+
+def test_where_a_kept_plan_fails_all_are_tried_anew():
+    events = [
+        *step(
+            phase(
+                FORWARD,
+                Alloc(1, 50 * MiB),
+                workspace(2, 64, 30, 12),
+                Free(2),
+                Alloc(3, 30 * MiB),
+                workspace(4, 64, 30, 12),
+                Free(4),
+            )
+        )
+    ]
+    result = on_card(events, 92)
+    assert [result.block_bytes[number] // MiB for number in (2, 4)] == [30, 12]
+    # 64; then the kept 30, 64 and 30 again.
+    assert result.num_alloc_retries == 4
+
+
+def test_memory_runs_out_where_no_plan_fits():
+    events = [Alloc(0, 40 * MiB), *step(phase(FORWARD, workspace(1, 64, 32), Free(1)))]
+    result = on_card(events, 60)
+    assert result.out_of_memory.startswith("step 1, forward, aten::conv in the root module: Tried")
+    assert "64.00 MiB" in result.out_of_memory
+    assert result.steps == []

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from memcallback.core.allocation_trace import Fallback
 from memcallback.core.types import Category
 from memcallback.cuda.convolution.call import ITEM_BYTES, ConvolutionCall, Direction, Layout
-from memcallback.cuda.convolution.workspace import workspace_or_estimate_bytes
+from memcallback.cuda.convolution.workspace import (
+    all_workspaces_bytes,
+    workspace_or_estimate_bytes,
+)
 from memcallback.cuda.kernels.reduction import channel_sum_bytes
 from memcallback.cuda.op_call import KernelBuilder
 from memcallback.devices.catalogue import DeviceSpec
@@ -60,7 +64,9 @@ class ConvolutionBuilder(KernelBuilder):
         """Allocate and free the workspace of cuDNN's plan, which may have 0 bytes."""
         problem = self.call.problem(direction, channels_last)
         size_bytes = workspace_or_estimate_bytes(problem, x_shape, self.device)
-        self.free(self.alloc(size_bytes, Category.WORKSPACE))
+        arguments = (problem, tuple(x_shape), self.device)
+        fallback = Fallback(all_workspaces_bytes, arguments) if size_bytes else None
+        self.free(self.alloc(size_bytes, Category.WORKSPACE, fallback))
 
     def channel_sum(self, gradient: Layout) -> None:
         """Allocate and free the scratch of a sum over all but the channels."""

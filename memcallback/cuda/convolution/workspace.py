@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -80,38 +80,65 @@ def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
     """The workspace of the plan that PyTorch takes, in bytes; None if cuDNN cannot answer."""
+    return _workspace_bytes(convolution, tuple(input_shape), device, _mode())
+
+
+def all_workspaces_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> tuple[int, ...]:
+    """The workspaces of all plans, in the order in which PyTorch tries them where one fails.
+
+    A plan fails if its workspace does not fit (`try_configs` in Conv_v8.cpp). Empty if cuDNN cannot
+    answer.
+    """
+    return _all_workspaces_bytes(convolution, tuple(input_shape), device, _mode())
+
+
+def _mode() -> int:
     mode_b = os.environ.get("TORCH_CUDNN_USE_HEURISTIC_MODE_B") == "1"
-    return _workspace_bytes(
-        convolution, tuple(input_shape), device, _MODE_B if mode_b else _MODE_INSTANT
-    )
+    return _MODE_B if mode_b else _MODE_INSTANT
 
 
 @lru_cache(maxsize=65536)
 def _workspace_bytes(
     convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
 ) -> int | None:
+    with suppress(CuDNNError), closing(_plans(convolution, input_shape, device, mode)) as plans:
+        return next(plans, None)
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _all_workspaces_bytes(
+    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+) -> tuple[int, ...]:
+    with suppress(CuDNNError):
+        return tuple(_plans(convolution, input_shape, device, mode))
+    return ()
+
+
+def _plans(
+    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+) -> Generator[int]:
+    """The workspace of each plan that the device can run, in the order in which PyTorch tries."""
     library = cudnn.load()
     if library is None:
-        return None
-    try:
-        with ExitStack() as stack:
-            query = _Query(library, stack, library.device(device))
-            graph = query.graph(convolution, input_shape)
-            for heuristics in (mode, _MODE_FALLBACK):
-                for config in query.configs(graph, heuristics):
-                    engine = query.engine(config)
-                    if _is_filtered(convolution, query.notes(engine)):
-                        continue
-                    size_bytes = (
-                        query.config_workspace(config)
-                        if query.is_compiled(engine)
-                        else query.plan_workspace(config)
-                    )
-                    if size_bytes is not None:
-                        return size_bytes
-    except CuDNNError:
-        return None
-    return None
+        return
+    with ExitStack() as stack:
+        query = _Query(library, stack, library.device(device))
+        graph = query.graph(convolution, input_shape)
+        for heuristics in (mode, _MODE_FALLBACK):
+            for config in query.configs(graph, heuristics):
+                engine = query.engine(config)
+                if _is_filtered(convolution, query.notes(engine)):
+                    continue
+                size_bytes = (
+                    query.config_workspace(config)
+                    if query.is_compiled(engine)
+                    else query.plan_workspace(config)
+                )
+                if size_bytes is not None:
+                    yield size_bytes
 
 
 def _is_filtered(convolution: Convolution, notes: Sequence[int]) -> bool:

@@ -125,6 +125,8 @@ class _FusedRmsNorm(torch.autograd.Function):
         grad_weight = (
             torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
         )
+        # An expanded gradient (that of a sum) is copied, as by `_layer_norm_backward`.
+        grad.contiguous()
         return grad_input, grad_weight, None
 
 

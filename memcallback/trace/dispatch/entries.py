@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from memcallback.core.allocation_trace import Fallback
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import Category, Phase
 
@@ -27,10 +28,12 @@ class Entry:
         is_meta: Whether it is on the meta device.
         origin: The tensor and the line that it was allocated for; None without a tensor.
         stream: The CUDA stream that was current; 0 is the default one.
+        fallback: What is tried if it does not fit; None if the program then fails.
     """
 
     __slots__ = (
         "category",
+        "fallback",
         "id",
         "is_freed",
         "is_meta",
@@ -67,6 +70,7 @@ class Entry:
         self.is_truth = self.is_meta = False
         self.reference: weakref.ref[torch.UntypedStorage] | None = None
         self.origin: AllocationSource | None = None
+        self.fallback: Fallback | None = None
 
     @property
     def is_host(self) -> bool:
@@ -85,6 +89,7 @@ class Entry:
             self.stream,
         )
         entry.origin, entry.is_freed = self.origin, True
+        entry.fallback = self.fallback
         return entry
 
     def described(self, renumber: Callable[[int], int]) -> tuple[object, ...]:
@@ -98,4 +103,5 @@ class Entry:
             self.phase,
             self.stream,
             self.origin,
+            self.fallback,
         )

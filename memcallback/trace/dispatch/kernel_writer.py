@@ -55,7 +55,7 @@ class KernelWriter:
                         for size_bytes in self._opened(call, is_backward, ledger.stream)
                     ]
             elif isinstance(step, AllocTemp):
-                temps.append(ledger.alloc_temp(step.size_bytes, step.category, name))
+                temps.append(ledger.alloc_temp(step.size_bytes, step.category, name, step.fallback))
             elif isinstance(step, FreeTemp):
                 ledger.free(temps[step.index])
             elif ledger.find(tensors[step.index]) is None:

@@ -15,6 +15,7 @@ from memcallback.core.allocation_trace import (
     Alloc,
     AllocationTrace,
     Event,
+    Fallback,
     Free,
     ModuleMark,
     PhaseEnd,
@@ -107,7 +108,13 @@ class Ledger:
             self._rows.append(entry)
         return entry
 
-    def alloc_temp(self, size_bytes: int, category: Category, operator: str) -> Entry:
+    def alloc_temp(
+        self,
+        size_bytes: int,
+        category: Category,
+        operator: str,
+        fallback: Fallback | None = None,
+    ) -> Entry:
         """Record a temporary of an operator; `free` ends it."""
         entry = Entry(
             FIRST_TEMPORARY + self._num_temporaries,
@@ -118,6 +125,7 @@ class Ledger:
             self.phase,
             self.stream,
         )
+        entry.fallback = fallback
         self._num_temporaries += 1
         self._rows.append(entry)
         return entry
@@ -357,4 +365,5 @@ def _event(entry: Entry) -> Alloc:
         entry.category or Category.TEMPORARY,
         entry.operator,
         visible_name(entry.module),
+        entry.fallback,
     )

@@ -1,0 +1,43 @@
+"""KeptPlans: the algorithms that cuDNN's convolutions take where the first does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import TypeVar
+
+from memcallback.core.allocation_trace import Alloc
+from memcallback.prediction.allocator.caching import OutOfMemoryError
+
+_Block = TypeVar("_Block")
+
+
+class KeptPlans:
+    """What was allocated where something did not fit, which later calls allocate at once.
+
+    As `run_single_conv` in ATen/native/cudnn/Conv_v8.cpp: a plan whose workspace does not fit gives
+    way to the next, and the one that runs is kept for each problem and thread. The backward pass
+    has a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[Hashable, int] = {}
+
+    def allocate(
+        self, alloc: Alloc, allocate: Callable[[int], _Block], *, is_backward: bool
+    ) -> _Block | None:
+        """Allocate it or what fits instead, None if that needs no memory; else the first error."""
+        key = alloc.fallback, is_backward
+        kept_bytes = self._sizes.get(key)
+        first_bytes = alloc.size_bytes if kept_bytes is None else kept_bytes
+        try:
+            return allocate(first_bytes) if first_bytes else None
+        except OutOfMemoryError:
+            sizes_bytes = alloc.fallback.sizes_bytes() if alloc.fallback else ()
+            # All are tried anew where a kept plan failed; else the first of them is what failed.
+            for size_bytes in sizes_bytes[0 if key in self._sizes else 1 :]:
+                with suppress(OutOfMemoryError):
+                    block = allocate(size_bytes) if size_bytes else None
+                    self._sizes[key] = size_bytes
+                    return block
+            raise
