@@ -106,6 +106,7 @@ class TraceMode(FakeTensorMode):
             where nobody asks.
         follow_streams: Makes the stream current in which the running autograd node was made; None
             with a single stream.
+        num_windows_to_settle: Windows (updates, batches) after which all later ones are alike.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into
             tensors.
     """
@@ -132,6 +133,7 @@ class TraceMode(FakeTensorMode):
         self._is_in_wrapper = False
         self._is_passed_on = False
         self._kernels = KernelWriter()
+        self.num_windows_to_settle = 1
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
@@ -284,6 +286,10 @@ class TraceMode(FakeTensorMode):
                 yield
         finally:
             self.is_recording, placement.reports_cuda_device, placement.target = before
+
+    def close_blas_handles(self) -> None:
+        """Free the workspaces of cuBLAS; the next matrix product opens its handle again."""
+        self._kernels.close_handles(self.ledger)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

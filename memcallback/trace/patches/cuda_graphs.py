@@ -1,0 +1,310 @@
+"""Runs compiled functions as PyTorch's CUDA graph trees do (torch/_inductor/cudagraph_trees.py).
+
+All graphs share a private pool of the allocator. The first call of a function *warms up*: it runs
+as it is, in the pool. The second one *records*: inputs whose addresses change from call to call are
+copied into the pool, the allocator's cache is emptied, and the function runs in the pool. Later
+calls *replay*: nothing is allocated. Then the pool's segments stay reserved, and tensors in it do
+not count as allocated: here they have 0 bytes.
+
+The calls from the first forward pass to the last backward pass are a path in a tree. A tensor that
+a function on the path returned keeps its address, so that the next function need not copy it. As a
+new step begins, the tensors that are left of the path before are freed, whoever holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from memcallback.core.allocation_trace import GRAPH_POOL, GRAPH_STREAM
+from memcallback.core.types import Category
+from memcallback.trace.dispatch.entries import Entry
+from memcallback.trace.dispatch.mode import TraceMode
+from memcallback.trace.patches.generated_code import empty_strided
+
+#: The seed and the offset of the random numbers of all graphs (aten/src/ATen/cuda/CUDAGraph.cpp).
+_SEED_BYTES = 8
+#: Warming up, recording, and a replay that frees what the recording left.
+_NUM_CALLS_TO_SETTLE = 3
+_OPERATOR = "a CUDA graph"
+_OUT_OF_ORDER = (
+    "A function warmed up, or was recorded as a CUDA graph, after others of the same step were "
+    "replayed. Its memory was taken to lie over theirs, so reserved memory can be too low."
+)
+
+
+class _Kind(Enum):
+    FORWARD = auto()
+    BACKWARD = auto()
+    INFERENCE = auto()
+
+
+class _State(Enum):
+    """What the last call on the path did."""
+
+    WARM_UP = auto()
+    RECORDING = auto()
+    REPLAY = auto()
+
+
+@dataclass(eq=False)
+class _Function:
+    """A compiled function, with inputs of certain sizes.
+
+    Attributes:
+        model: The generated code, which empties the list of its inputs.
+        static: Which inputs keep their addresses: parameters, and what was saved for the backward
+            pass.
+        mutated: Which inputs it writes to.
+        kind: Whether it is a forward pass, its backward pass, or a forward pass without one.
+    """
+
+    model: Callable[[list[Any]], Any]
+    static: frozenset[int]
+    mutated: frozenset[int]
+    kind: _Kind
+
+
+@dataclass(eq=False)
+class _Recording:
+    """The recording of a function, and those that came after it.
+
+    Attributes:
+        function: What was recorded.
+        inputs: The inputs that are not copied: a place on the path, or the allocation.
+        after: The recordings that came after it.
+        num_flops: Its floating-point operations.
+    """
+
+    function: _Function
+    inputs: dict[int, tuple[int, int] | Entry | None]
+    after: list[_Recording] = field(default_factory=list)
+    num_flops: int = 0
+
+
+class GraphTree:
+    """The CUDA graphs of one trace."""
+
+    def __init__(self, mode: TraceMode) -> None:
+        self._mode = mode
+        self._is_open = False
+        self._roots: list[_Recording] = []
+        self._warm: set[_Function] = set()
+        #: Of each call on the path, what it returned in the pool.
+        self._path: list[list[Entry]] = []
+        self._state = _State.WARM_UP
+        #: The recording of the last call on the path.
+        self._last: _Recording | None = None
+        self._generation = -1
+        self._has_pending_backward = False
+
+    def graphed(
+        self,
+        model: Callable[[list[Any]], Any],
+        static_input_idxs: Sequence[int] = (),
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        mutated_input_idxs: Sequence[int] = (),
+        **_: Any,
+    ) -> Callable[[list[Any]], Any]:
+        """The function that runs in place of generated code (`cudagraphify`)."""
+        kind = _Kind.BACKWARD if is_backward else _Kind.FORWARD
+        # A graph of its own for each combination of sizes that are not known at compile time.
+        functions: dict[tuple[int, ...], _Function] = {}
+
+        def run(inputs: list[Any]) -> Any:
+            sizes = tuple(int(one) for one in inputs if isinstance(one, (int, torch.SymInt)))
+            function = functions.get(sizes)
+            if function is None:
+                function = functions[sizes] = _Function(
+                    model,
+                    frozenset(static_input_idxs),
+                    frozenset(mutated_input_idxs),
+                    _Kind.INFERENCE if is_inference else kind,
+                )
+            outputs = self._run(function, inputs)
+            if function.kind is not _Kind.INFERENCE:
+                self._has_pending_backward = function.kind is _Kind.FORWARD
+            return outputs
+
+        return run
+
+    def set_to_running_backward(self) -> None:
+        """A backward pass runs that has no graph."""
+        self._has_pending_backward = False
+
+    def _run(self, function: _Function, inputs: list[Any]) -> Any:
+        self._open()
+        if self._path and self._state is not _State.REPLAY:
+            self._end_path()
+        if self._mutates(function, inputs):
+            return function.model(inputs)
+        if function not in self._warm or (self._path and self._state is _State.WARM_UP):
+            self._note_out_of_order()
+            return self._warm_up(function, inputs)
+        if not self._path or self._state is _State.REPLAY:
+            recorded = self._recorded(function, inputs)
+            if recorded is not None:
+                return self._replay(recorded, inputs)
+            if self._path:
+                self._end_path()
+                if not self._path:
+                    return self._run(function, inputs)
+                self._note_out_of_order()
+        return self._record(function, inputs)
+
+    def _note_out_of_order(self) -> None:
+        """Say that memory of what was replayed was left out, where some of it is still in use."""
+        if self._state is _State.REPLAY and any(self._live()):
+            self._mode.assumed[_OUT_OF_ORDER] = None
+
+    def _open(self) -> None:
+        """Make the tree as it is first used."""
+        if self._is_open:
+            return
+        self._is_open = True
+        ledger = self._mode.ledger
+        self._mode.num_windows_to_settle = _NUM_CALLS_TO_SETTLE
+        ledger.empty_cache()
+        with self._on_stream(GRAPH_STREAM):
+            for _ in range(2):
+                ledger.alloc(_SEED_BYTES, Category.WORKSPACE, _OPERATOR)
+
+    def _end_path(self) -> None:
+        """End the path if a new step begins, or if all that it returned is gone."""
+        live = list(self._live())
+        is_new = self._generation != self._current_generation() and not self._has_pending_backward
+        if not is_new and live:
+            return
+        if self._state is not _State.REPLAY:
+            for entry in live:
+                self._mode.ledger.free(entry)
+        self._path, self._last = [], None
+
+    def _live(self) -> Iterator[Entry]:
+        """What functions on the path returned and somebody still holds."""
+        return (entry for entries in self._path for entry in entries if not entry.is_freed)
+
+    def _warm_up(self, function: _Function, inputs: list[Any]) -> Any:
+        """Run a function as it is, in the pool."""
+        self._warm.add(function)
+        with self._in_pool():
+            outputs = function.model(inputs)
+        self._enter(None, outputs, _State.WARM_UP)
+        return outputs
+
+    def _record(self, function: _Function, inputs: list[Any]) -> Any:
+        """Run a function in the pool, with copies of the inputs that are not static."""
+        recording = _Recording(function, self._kept(function, inputs))
+        siblings = self._roots if self._last is None else self._last.after
+        siblings.append(recording)
+        with self._on_stream(GRAPH_POOL):
+            copies = self._copied(inputs, recording.inputs)
+        inputs.clear()
+        self._mode.close_blas_handles()
+        self._mode.ledger.empty_cache()
+        num_flops = self._mode.num_flops
+        with self._in_pool():
+            outputs = function.model(copies)
+        recording.num_flops = self._mode.num_flops - num_flops
+        self._enter(recording, outputs, _State.RECORDING)
+        return outputs
+
+    def _replay(self, recording: _Recording, inputs: list[Any]) -> Any:
+        """Return what a function returns, which lies in the pool already."""
+        mode, ledger = self._mode, self._mode.ledger
+        mode.num_flops += recording.num_flops
+        with mode.unrecorded():
+            copies = self._copied(inputs, recording.inputs)
+            inputs.clear()
+            outputs = recording.function.model(copies)
+            with self._on_stream(GRAPH_POOL):
+                for output in outputs:
+                    if isinstance(output, torch.Tensor) and ledger.find(output) is None:
+                        ledger.add(output, None, _OPERATOR, size_bytes=0)
+        self._enter(recording, outputs, _State.REPLAY)
+        return outputs
+
+    def _enter(self, recording: _Recording | None, outputs: Sequence[Any], state: _State) -> None:
+        """Go one call further on the path."""
+        self._state, self._last = state, recording
+        self._generation = self._current_generation()
+        entries = map(self._entry, outputs)
+        self._path.append(
+            [entry for entry in entries if entry is not None and entry.stream == GRAPH_POOL]
+        )
+
+    def _recorded(self, function: _Function, inputs: Sequence[Any]) -> _Recording | None:
+        """The recording that can be replayed for such inputs (`check_invariants`)."""
+        candidates = self._roots if self._last is None else self._last.after
+        kept = self._kept(function, inputs)
+        return next(
+            (one for one in candidates if one.function is function and one.inputs == kept), None
+        )
+
+    def _kept(
+        self, function: _Function, inputs: Sequence[Any]
+    ) -> dict[int, tuple[int, int] | Entry | None]:
+        """The inputs that are not copied, as they lie in memory a place that can be told."""
+        places = {
+            entry: (depth, number)
+            for depth, entries in enumerate(self._path)
+            for number, entry in enumerate(entries)
+        }
+        kept: dict[int, tuple[int, int] | Entry | None] = {}
+        for number, value in enumerate(inputs):
+            entry = self._entry(value)
+            if entry is not None and entry in places:
+                kept[number] = places[entry]
+            elif number in function.static:
+                kept[number] = entry
+            elif entry is None or entry.is_host:
+                kept[number] = None
+        return kept
+
+    def _mutates(self, function: _Function, inputs: Sequence[Any]) -> bool:
+        """Whether a function writes to an input that would be copied (`check_for_mutation`)."""
+        kept = self._kept(function, inputs) if function.mutated else {}
+        return any(number not in kept for number in function.mutated)
+
+    def _copied(self, inputs: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
+        """The inputs, with copies of those that may be elsewhere the next time."""
+        make = empty_strided(self._mode, "device")
+        return [
+            value if number in kept else make(value.size(), value.stride(), value.dtype)
+            for number, value in enumerate(inputs)
+        ]
+
+    def _entry(self, value: Any) -> Entry | None:
+        return self._mode.ledger.find(value) if isinstance(value, torch.Tensor) else None
+
+    @contextmanager
+    def _in_pool(self) -> Iterator[None]:
+        """Allocate in the pool inside; workspaces of cuBLAS are freed before and after."""
+        self._mode.close_blas_handles()
+        with self._on_stream(GRAPH_POOL):
+            yield
+        self._mode.close_blas_handles()
+
+    @contextmanager
+    def _on_stream(self, stream: int) -> Iterator[None]:
+        mode = self._mode
+        before = mode.ledger.stream, mode.follow_streams
+        mode.ledger.stream, mode.follow_streams = stream, None
+        try:
+            yield
+        finally:
+            mode.ledger.stream, mode.follow_streams = before
+
+    @staticmethod
+    def _current_generation() -> int:
+        """A number that changes as a compiled function is called, or as the user says."""
+        trees: Any = import_module("torch._inductor.cudagraph_trees")
+        return int(trees.CUDAGraphTreeManager.get_curr_generation())
