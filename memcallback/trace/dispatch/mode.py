@@ -107,6 +107,9 @@ class TraceMode(FakeTensorMode):
         follow_streams: Makes the stream current in which the running autograd node was made; None
             with a single stream.
         num_windows_to_settle: Windows (updates, batches) after which all later ones are alike.
+        is_capturing: Whether a CUDA graph is recorded.
+        check_inputs: Called with the name and the inputs of each operator that is no view; None
+            where nobody asks.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into
             tensors.
     """
@@ -134,6 +137,8 @@ class TraceMode(FakeTensorMode):
         self._is_passed_on = False
         self._kernels = KernelWriter()
         self.num_windows_to_settle = 1
+        self.is_capturing = False
+        self.check_inputs: Callable[[str, Sequence[object]], None] | None = None
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
@@ -353,6 +358,8 @@ class TraceMode(FakeTensorMode):
                 self.ledger.module = self.modules(number)
             if self.follow_streams is not None:
                 self.follow_streams()
+        if self.check_inputs is not None and not call.op.is_view:
+            self.check_inputs(name, call.inputs)
         reused = self._reused(call, node)
         if name == WAIT:
             return call.args[0]

@@ -37,6 +37,19 @@ _OUT_OF_ORDER = (
     "A function warmed up, or was recorded as a CUDA graph, after others of the same step were "
     "replayed. Its memory was taken to lie over theirs, so reserved memory can be too low."
 )
+_OVERWRITTEN = (
+    "{} uses a tensor that a CUDA graph returned in an earlier forward or backward pass. PyTorch "
+    "refuses that with an error, as the graph has overwritten it: the training would stop there. "
+    "This is so where gradients of several batches are added up, and where the optimizer has CUDA "
+    "graphs too. Compile without them, or clone the tensor."
+)
+_AGAIN = (
+    "A CUDA graph was recorded again, since a tensor that should stay where it is was replaced. On "
+    "the card the new one may lie where the old one was; then less memory is allocated."
+)
+_MUTATES = (
+    "A compiled function that writes to its inputs runs without a CUDA graph, as on the card."
+)
 
 
 class _Kind(Enum):
@@ -103,6 +116,10 @@ class GraphTree:
         self._last: _Recording | None = None
         self._generation = -1
         self._has_pending_backward = False
+        #: What was freed while somebody still held it.
+        self._overwritten: set[Entry] = set()
+        #: Whether a training would fail because of that.
+        self._is_failing = False
 
     def graphed(
         self,
@@ -144,7 +161,10 @@ class GraphTree:
         self._open()
         if self._path and self._state is not _State.REPLAY:
             self._end_path()
+        if not self._is_failing:
+            self._note_overwritten(_OPERATOR, inputs)
         if self._mutates(function, inputs):
+            self._mode.assumed[_MUTATES] = None
             return function.model(inputs)
         if function not in self._warm or (self._path and self._state is _State.WARM_UP):
             self._note_out_of_order()
@@ -186,7 +206,17 @@ class GraphTree:
         if self._state is not _State.REPLAY:
             for entry in live:
                 self._mode.ledger.free(entry)
+            if live and not self._is_failing:
+                self._overwritten.update(live)
+                self._mode.check_inputs = self._note_overwritten
         self._path, self._last = [], None
+
+    def _note_overwritten(self, operator: str, tensors: Sequence[object]) -> None:
+        """Say, once, that PyTorch raises an error where something that was freed is used."""
+        if any(self._entry(tensor) in self._overwritten for tensor in tensors):
+            self._mode.assumed[_OVERWRITTEN.format(operator)] = None
+            self._is_failing = True
+            self._mode.check_inputs = None
 
     def _live(self) -> Iterator[Entry]:
         """What functions on the path returned and somebody still holds."""
@@ -204,6 +234,8 @@ class GraphTree:
         """Run a function in the pool, with copies of the inputs that are not static."""
         recording = _Recording(function, self._kept(function, inputs))
         siblings = self._roots if self._last is None else self._last.after
+        if any(one.function is function for one in siblings):
+            self._mode.assumed[_AGAIN] = None
         siblings.append(recording)
         with self._on_stream(GRAPH_POOL):
             copies = self._copied(inputs, recording.inputs)
@@ -211,8 +243,12 @@ class GraphTree:
         self._mode.close_blas_handles()
         self._mode.ledger.empty_cache()
         num_flops = self._mode.num_flops
-        with self._in_pool():
-            outputs = function.model(copies)
+        self._mode.is_capturing = True
+        try:
+            with self._in_pool():
+                outputs = function.model(copies)
+        finally:
+            self._mode.is_capturing = False
         recording.num_flops = self._mode.num_flops - num_flops
         self._enter(recording, outputs, _State.RECORDING)
         return outputs
@@ -282,7 +318,7 @@ class GraphTree:
             for number, value in enumerate(inputs)
         ]
 
-    def _entry(self, value: Any) -> Entry | None:
+    def _entry(self, value: object) -> Entry | None:
         return self._mode.ledger.find(value) if isinstance(value, torch.Tensor) else None
 
     @contextmanager
