@@ -28,7 +28,8 @@ from memcallback.trace.dispatch.entries import Entry
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.generated_code import empty_strided
 
-#: The seed and the offset of the random numbers of all graphs (aten/src/ATen/cuda/CUDAGraph.cpp).
+#: The seed and the offset of each generator of random numbers, which all graphs share
+#: (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp).
 _SEED_BYTES = 8
 #: Warming up, recording, and a replay that frees what the recording left.
 _NUM_CALLS_TO_SETTLE = 3
@@ -43,9 +44,10 @@ _OVERWRITTEN = (
     "This is so where gradients of several batches are added up, and where the optimizer has CUDA "
     "graphs too. Compile without them, or clone the tensor."
 )
-_AGAIN = (
-    "A CUDA graph was recorded again, since a tensor that should stay where it is was replaced. On "
-    "the card the new one may lie where the old one was; then less memory is allocated."
+_REPLACED = (
+    "A CUDA graph reads a tensor that was made anew since the graph was recorded. It was taken to "
+    "lie where the old one was. Else PyTorch records the graph again, and for that time allocates "
+    "what a recording does."
 )
 _MUTATES = (
     "A compiled function that writes to its inputs runs without a CUDA graph, as on the card."
@@ -90,13 +92,15 @@ class _Recording:
 
     Attributes:
         function: What was recorded.
-        inputs: The inputs that are not copied: a place on the path, or the allocation.
+        places: The inputs that are not copied, and their places on the path; None for others.
+        static: The allocations of those that are not on the path.
         after: The recordings that came after it.
         num_flops: Its floating-point operations.
     """
 
     function: _Function
-    inputs: dict[int, tuple[int, int] | Entry | None]
+    places: dict[int, tuple[int, int] | None]
+    static: dict[int, Entry | None]
     after: list[_Recording] = field(default_factory=list)
     num_flops: int = 0
 
@@ -116,6 +120,8 @@ class GraphTree:
         self._last: _Recording | None = None
         self._generation = -1
         self._has_pending_backward = False
+        #: Generators of random numbers, other than the card's own, that graphs draw from.
+        self._generators: list[torch.Generator] = []
         #: What was freed while somebody still held it.
         self._overwritten: set[Entry] = set()
         #: Whether a training would fail because of that.
@@ -194,8 +200,11 @@ class GraphTree:
         self._mode.num_windows_to_settle = _NUM_CALLS_TO_SETTLE
         ledger.empty_cache()
         with self._on_stream(GRAPH_STREAM):
-            for _ in range(2):
-                ledger.alloc(_SEED_BYTES, Category.WORKSPACE, _OPERATOR)
+            self._make_seeds()
+
+    def _make_seeds(self) -> None:
+        for _ in range(2):
+            self._mode.ledger.alloc(_SEED_BYTES, Category.WORKSPACE, _OPERATOR)
 
     def _end_path(self) -> None:
         """End the path if a new step begins, or if all that it returned is gone."""
@@ -232,13 +241,16 @@ class GraphTree:
 
     def _record(self, function: _Function, inputs: list[Any]) -> Any:
         """Run a function in the pool, with copies of the inputs that are not static."""
-        recording = _Recording(function, self._kept(function, inputs))
+        places = self._places(function, inputs)
+        recording = _Recording(function, places, self._static(places, inputs))
         siblings = self._roots if self._last is None else self._last.after
-        if any(one.function is function for one in siblings):
-            self._mode.assumed[_AGAIN] = None
         siblings.append(recording)
         with self._on_stream(GRAPH_POOL):
-            copies = self._copied(inputs, recording.inputs)
+            copies = self._copied(inputs, places)
+        for value in inputs:
+            if isinstance(value, torch.Generator) and value not in self._generators:
+                self._generators.append(value)
+                self._make_seeds()
         inputs.clear()
         self._mode.close_blas_handles()
         self._mode.ledger.empty_cache()
@@ -257,8 +269,10 @@ class GraphTree:
         """Return what a function returns, which lies in the pool already."""
         mode, ledger = self._mode, self._mode.ledger
         mode.num_flops += recording.num_flops
+        if self._static(recording.places, inputs) != recording.static:
+            mode.assumed[_REPLACED] = None
         with mode.unrecorded():
-            copies = self._copied(inputs, recording.inputs)
+            copies = self._copied(inputs, recording.places)
             inputs.clear()
             outputs = recording.function.model(copies)
             with self._on_stream(GRAPH_POOL):
@@ -280,41 +294,47 @@ class GraphTree:
     def _recorded(self, function: _Function, inputs: Sequence[Any]) -> _Recording | None:
         """The recording that can be replayed for such inputs (`check_invariants`)."""
         candidates = self._roots if self._last is None else self._last.after
-        kept = self._kept(function, inputs)
+        places = self._places(function, inputs)
         return next(
-            (one for one in candidates if one.function is function and one.inputs == kept), None
+            (one for one in candidates if one.function is function and one.places == places), None
         )
 
-    def _kept(
+    def _places(
         self, function: _Function, inputs: Sequence[Any]
-    ) -> dict[int, tuple[int, int] | Entry | None]:
-        """The inputs that are not copied, as they lie in memory a place that can be told."""
-        places = {
+    ) -> dict[int, tuple[int, int] | None]:
+        """The inputs that are not copied, and where on the path they come from; None elsewhere."""
+        on_path = {
             entry: (depth, number)
             for depth, entries in enumerate(self._path)
             for number, entry in enumerate(entries)
         }
-        kept: dict[int, tuple[int, int] | Entry | None] = {}
+        places: dict[int, tuple[int, int] | None] = {}
         for number, value in enumerate(inputs):
             entry = self._entry(value)
-            if entry is not None and entry in places:
-                kept[number] = places[entry]
-            elif number in function.static:
-                kept[number] = entry
-            elif entry is None or entry.is_host:
-                kept[number] = None
-        return kept
+            if entry is not None and entry in on_path:
+                places[number] = on_path[entry]
+            elif number in function.static or entry is None or entry.is_host:
+                places[number] = None
+        return places
+
+    def _static(
+        self, places: dict[int, tuple[int, int] | None], inputs: Sequence[Any]
+    ) -> dict[int, Entry | None]:
+        """The allocations of inputs that are not on the path and not copied."""
+        return {
+            number: self._entry(inputs[number]) for number, place in places.items() if place is None
+        }
 
     def _mutates(self, function: _Function, inputs: Sequence[Any]) -> bool:
         """Whether a function writes to an input that would be copied (`check_for_mutation`)."""
-        kept = self._kept(function, inputs) if function.mutated else {}
-        return any(number not in kept for number in function.mutated)
+        places = self._places(function, inputs) if function.mutated else {}
+        return any(number not in places for number in function.mutated)
 
-    def _copied(self, inputs: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
+    def _copied(self, inputs: Sequence[Any], places: dict[int, Any]) -> list[Any]:
         """The inputs, with copies of those that may be elsewhere the next time."""
         make = empty_strided(self._mode, "device")
         return [
-            value if number in kept else make(value.size(), value.stride(), value.dtype)
+            value if number in places else make(value.size(), value.stride(), value.dtype)
             for number, value in enumerate(inputs)
         ]
 

@@ -275,13 +275,16 @@ def _no_guard(guards: Any) -> Callable[..., None]:
 
 
 def _fakes_of(gm: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Dynamo's fakes of the inputs of a graph, which themselves are fakes of the trace."""
+    """Dynamo's fakes of the inputs of a graph, which themselves are fakes of the trace.
+
+    A number that may change is a real tensor, whose value the compiler reads.
+    """
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if len(nodes) != len(inputs):
         return list(inputs)
     values = (node.meta.get("example_value") for node in nodes)
     return [
-        value if isinstance(value, torch.Tensor) else given
+        value if isinstance(value, torch.Tensor) and isinstance(given, FakeTensor) else given
         for value, given in zip(values, inputs, strict=True)
     ]
 
