@@ -13,6 +13,7 @@ new step begins, the tensors that are left of the path before are freed, whoever
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from memcallback.core.types import Category
 from memcallback.trace.dispatch.entries import Entry
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.generated_code import empty_strided
+from memcallback.trace.patches.patching import patched
 
 #: The seed and the offset of each generator of random numbers, which all graphs share
 #: (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp).
@@ -362,5 +364,15 @@ class GraphTree:
     @staticmethod
     def _current_generation() -> int:
         """A number that changes as a compiled function is called, or as the user says."""
-        trees: Any = import_module("torch._inductor.cudagraph_trees")
-        return int(trees.CUDAGraphTreeManager.get_curr_generation())
+        return int(trees().CUDAGraphTreeManager.get_curr_generation())
+
+
+def trees() -> Any:
+    """PyTorch's module of CUDA graph trees, imported as its build needs."""
+    name = "torch._inductor.cudagraph_trees"
+    if name not in sys.modules:
+        # A trace says that every build is one for CUDA.
+        is_built = torch.version.cuda is not None
+        with patched([(torch.backends.cuda, "is_built", lambda: is_built)]):
+            import_module(name)
+    return sys.modules[name]

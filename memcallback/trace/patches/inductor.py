@@ -27,7 +27,7 @@ from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.modes import without_modes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches.compiled_optimizers import optimizer_patches
-from memcallback.trace.patches.cuda_graphs import GraphTree
+from memcallback.trace.patches.cuda_graphs import GraphTree, trees
 from memcallback.trace.patches.generated_code import module_of
 from memcallback.trace.patches.patching import Patch, patched
 
@@ -314,4 +314,4 @@ def _graph_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     if hasattr(utils, "check_caching_allocator_for_cudagraphs"):
         # It asks C++ of a build for CUDA.
         yield utils, "check_caching_allocator_for_cudagraphs", lambda: None
-    yield _of("_inductor.cudagraph_trees"), "get_manager", lambda *args, **kwargs: graphs
+    yield trees(), "get_manager", lambda *args, **kwargs: graphs
