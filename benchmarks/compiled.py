@@ -4,9 +4,11 @@
 
 Each step is trained twice in new processes with an empty cache of Inductor: the first one compiles
 (cold), the second one finds its code in the cache (warm). Then it is predicted in a third. Compared
-is the fourth update: its peak allocated, and what is reserved at the end of it.
+is the fourth update: its peak allocated, and what is reserved at the end of it. Steps with CUDA
+graphs reserve most as they warm up or are recorded: that is compared too.
 
-The result goes to `benchmarks/results/<device>-<date>/` as compiled.json and compiled.md.
+The result goes to `benchmarks/results/<device>-<date>/` as compiled.json and compiled.md, to those
+of the same day that are there already.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NUM_UPDATES = 4
 
 
 def measured(name: str) -> dict[str, int]:
-    """Peak allocated and reserved in the last update of a training, and reserved in the first."""
+    """Peak allocated and reserved in the last update of a training, and reserved before."""
     case = CASES[name]
     model = case.model().cuda()
     trained = case.compiled(model)
@@ -37,7 +39,7 @@ def measured(name: str) -> dict[str, int]:
     optimizer = case.optimizer(model.parameters())
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(case.precision)
     scaler = torch.amp.GradScaler("cuda", enabled=case.precision == "16-mixed")
-    first = 0
+    most: list[int] = []
     for _ in range(NUM_UPDATES):
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
@@ -46,11 +48,13 @@ def measured(name: str) -> dict[str, int]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        first = first or torch.cuda.max_memory_reserved()
+        del loss
+        most.append(torch.cuda.max_memory_reserved())
     return {
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
-        "reserved_first": first,
+        "reserved_first": most[0],
+        "reserved_most": max(most),
     }
 
 
@@ -73,6 +77,7 @@ def predicted(name: str) -> dict[str, int]:
         "allocated": prediction.peak_allocated_bytes,
         "reserved": prediction.peak_reserved_bytes,
         "reserved_first": prediction.warm_up.peak_reserved_bytes or 0,
+        "reserved_most": max(step.peak_reserved_bytes or 0 for step in prediction.steps),
     }
 
 
@@ -101,8 +106,9 @@ def main() -> None:
         run = measured if given.do == "measure" else predicted
         print(json.dumps(run(given.names[0])))
         return
-    rows, problems = {}, {}
+    rows, problems = earlier()
     for name in given.names or CASES:
+        problems.pop(name, None)
         with tempfile.TemporaryDirectory() as cache:
             try:
                 rows[name] = {
@@ -115,6 +121,15 @@ def main() -> None:
         print(name, rows.get(name) or problems[name], flush=True)
         if rows:
             write(rows, problems)
+
+
+def earlier() -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
+    """The rows and the problems of the same day."""
+    path = results_folder(torch.cuda.get_device_name()) / "compiled.json"
+    if not path.exists():
+        return {}, {}
+    result = json.loads(path.read_text())
+    return result["steps"], result["problems"]
 
 
 def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) -> None:
@@ -136,12 +151,13 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
     lines += [
         "Bytes in the fourth update, peak allocated / reserved. Cold: in the process that "
         "compiled. Warm: in one that found its code in Inductor's cache. First: the most that the "
-        "compiling process reserved in its first update, as a share of what is predicted of it.",
+        "compiling process reserved in its first update, as a share of what is predicted of it. "
+        "Most: the most that is reserved in the first four updates, predicted / warm.",
         "",
         summary(rows),
         "",
-        "| step | predicted | warm | off, allocated / reserved | cold | first |",
-        "|:---|---:|---:|---:|---:|---:|",
+        "| step | predicted | warm | off, allocated / reserved | cold | first | most |",
+        "|:---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
         told, warm, cold = (
@@ -150,14 +166,21 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
         )
         off = " / ".join(f"{100 * error(row, what):+.2f} %" for what in ("allocated", "reserved"))
         first = row["cold"]["reserved_first"] / row["predicted"]["reserved_first"]
-        lines.append(f"| {name} | {told} | {warm} | {off} | {cold} | {100 * first:.0f} % |")
+        most = " / ".join(
+            f"{row[way]['reserved_most']:,}"
+            for way in ("predicted", "warm")
+            if "reserved_most" in row[way]
+        )
+        lines.append(
+            f"| {name} | {told} | {warm} | {off} | {cold} | {100 * first:.0f} % | {most} |"
+        )
     if problems:
         lines += ["", "Not predicted as compiled, or not trained:", ""]
         lines += [f"- {name}: {problem}" for name, problem in problems.items()]
     left = [name for name in CASES if name not in rows and name not in problems]
     if left:
         lines += ["", f"Not run: {'; '.join(left)}."]
-    lines += not_reported(["The second and third update.", "CUDA graphs.", "Choices by measuring."])
+    lines += not_reported(["Allocated in the second and third update.", "Choices by measuring."])
     (folder / "compiled.md").write_text("\n".join(lines) + "\n")
 
 

@@ -103,10 +103,10 @@ def next_word(model: Any, batch: torch.Tensor) -> Any:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def compile_layers(model: Any) -> Any:
+def compile_layers(model: Any, mode: str | None = None) -> Any:
     """Compile each layer by itself."""
     for layer in model.layers:
-        layer.compile()
+        layer.compile(mode=mode)
     return model
 
 
@@ -119,6 +119,10 @@ def scores_and_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
     """A product with rows that are padded, and its loss."""
     labels = torch.zeros(batch.shape[0], dtype=torch.long, device=batch.device)
     return F.cross_entropy(model(batch), labels)
+
+
+#: Compile with CUDA graphs.
+with_graphs = partial(torch.compile, mode="reduce-overhead")
 
 
 compiled_cross_entropy = torch.compile(F.cross_entropy)
@@ -173,9 +177,9 @@ def _perceptron(precision: str = "32-true", **options: Any) -> Case:
     )
 
 
-def _workload(architecture: str, precision: str = "32-true") -> Case:
+def _workload(architecture: str, precision: str = "32-true", **options: Any) -> Case:
     workload = WORKLOADS[architecture]
-    return Case(workload.model, workload.batch, workload.losses[0], precision)
+    return Case(workload.model, workload.batch, workload.losses[0], precision, **options)
 
 
 CASES: dict[str, Case] = {
@@ -230,4 +234,41 @@ CASES: dict[str, Case] = {
     "convnext, 16": _workload("convnext", "16-mixed"),
     "gpt2, bf16": _workload("gpt2", "bf16-mixed"),
     "bert, bf16": _workload("bert", "bf16-mixed"),
+    "perceptron, graphs": _perceptron(compiled=with_graphs),
+    "perceptron, bf16, graphs": _perceptron("bf16-mixed", compiled=with_graphs),
+    "perceptron, 16, graphs": _perceptron("16-mixed", compiled=with_graphs),
+    "perceptron, batch 1000, graphs": _perceptron(batch=partial(_rows, 1000), compiled=with_graphs),
+    "language head, whole loss, graphs": Case(
+        partial(nn.Linear, 256, 5000),
+        partial(_rows, 2048, 256),
+        with_graphs(scores_and_loss),
+        compiled=not_compiled,
+    ),
+    "convolutions, graphs": Case(Residual, _images, squares, compiled=with_graphs),
+    "convolutions, bf16, graphs": Case(
+        Residual, _images, squares, "bf16-mixed", compiled=with_graphs
+    ),
+    "convolutions, 16, graphs": Case(Residual, _images, squares, "16-mixed", compiled=with_graphs),
+    "decoder, graphs": _decoder("32-true", compiled=with_graphs),
+    "decoder, bf16, graphs": _decoder(compiled=with_graphs),
+    "decoder, 16, graphs": _decoder("16-mixed", compiled=with_graphs),
+    "decoder, bf16, batch 5, graphs": _decoder(batch=partial(_words, 5), compiled=with_graphs),
+    "decoder, bf16, by layer, graphs": _decoder(
+        compiled=partial(compile_layers, mode="reduce-overhead")
+    ),
+    "decoder, bf16, graph breaks, graphs": _decoder(
+        model=partial(Decoder, breaks=True), compiled=with_graphs
+    ),
+    "decoder, bf16, checkpointing, graphs": _decoder(
+        model=partial(Decoder, is_checkpointed=True), compiled=with_graphs
+    ),
+    "decoder, bf16, model and loss as one, graphs": _decoder(
+        loss=with_graphs(next_word), compiled=not_compiled
+    ),
+    "mlp, graphs": _workload("mlp", compiled=with_graphs),
+    "vae, graphs": _workload("vae", compiled=with_graphs),
+    "dlrm, graphs": _workload("dlrm", compiled=with_graphs),
+    "resnet18, bf16, graphs": _workload("resnet18", "bf16-mixed", compiled=with_graphs),
+    "vit-s16, bf16, graphs": _workload("vit-s16", "bf16-mixed", compiled=with_graphs),
+    "gpt2, bf16, graphs": _workload("gpt2", "bf16-mixed", compiled=with_graphs),
 }

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from memcallback.core.types import Category, Phase, Stage
 
+#: The `Alloc.stream` of the private pool that all CUDA graphs of compiled code share.
+GRAPH_POOL = -1
+#: The stream on which these graphs are recorded.
+GRAPH_STREAM = -2
+
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
@@ -34,7 +39,8 @@ class Alloc:
         id: Its number, used by one allocation only in the whole trace.
         size_bytes: The requested size, before rounding; 0 for an empty tensor, which needs no
             memory.
-        stream: The CUDA stream it belongs to; 0 is the default stream.
+        stream: The CUDA stream it belongs to; 0 is the default stream, `GRAPH_POOL` the pool of
+            CUDA graphs.
         category: What it is for; None if unknown.
         operator: The operator that allocated it, such as `aten::convolution`; empty if unknown.
         module: The fully qualified name of the module that was running; the root is "".
@@ -66,6 +72,11 @@ class Free:
     """
 
     id: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """The allocator releases its free segments, but for those of `GRAPH_POOL`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,7 @@ class StepEnd:
     """The current step ends."""
 
 
-Event = Alloc | Free | PhaseStart | PhaseEnd | StepStart | StepEnd
+Event = Alloc | Free | EmptyCache | PhaseStart | PhaseEnd | StepStart | StepEnd
 
 
 class ModuleMark(NamedTuple):
@@ -215,7 +226,7 @@ def _check(events: Sequence[Event]) -> None:
                     "hold whole phases: put the mark between phases"
                 )
             in_step = not in_step
-        else:
+        elif not isinstance(event, EmptyCache):
             _check_mark(position, event, phases)
     if in_step:
         raise ValueError("a step has a start and no end; every step has both: append StepEnd()")

@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memcallback.core.allocation_trace import Alloc, Free, PhaseEnd, PhaseStart, StepStart
+from memcallback.core.allocation_trace import (
+    GRAPH_POOL,
+    Alloc,
+    EmptyCache,
+    Free,
+    PhaseEnd,
+    PhaseStart,
+    StepStart,
+)
 from memcallback.core.files import write_file
 from memcallback.core.types import Phase
 from memcallback.devices.catalogue import HostSpec
@@ -23,8 +31,8 @@ from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemo
 from memcallback.prediction.fallbacks import KeptPlans
 from memcallback.prediction.prediction import Prediction
 
-#: The one memory pool that is simulated: PyTorch's default.
-_POOL_ID = (0, 0)
+#: PyTorch's default memory pool, and that of CUDA graphs.
+_POOL_ID, _GRAPH_POOL_ID = (0, 0), (0, 1)
 
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
@@ -86,6 +94,9 @@ class _Recorder:
             elif isinstance(event, Free):
                 if event.id in blocks:
                     self.free(blocks.pop(event.id))
+            elif isinstance(event, EmptyCache):
+                self.allocator.empty_cache()
+                self.follow_segments(0, [])
             elif isinstance(event, (PhaseStart, PhaseEnd)):
                 self.phase = event.phase if isinstance(event, PhaseStart) else None
                 self.annotate(event.phase, "START" if self.phase else "END")
@@ -171,7 +182,7 @@ class _Recorder:
             "addr": address,
             "size": size_bytes,
             "stream": stream,
-            "pool_id": _POOL_ID,
+            "pool_id": _pool_id(stream),
             "time_us": 2 * len(self.entries) + 1,
             "frames": frames,
         }
@@ -207,7 +218,7 @@ class _Recorder:
             "requested_size": sum(block.requested_bytes for block in blocks),
             "stream": first.stream,
             "segment_type": "small" if first.pool.is_small else "large",
-            "segment_pool_id": _POOL_ID,
+            "segment_pool_id": _pool_id(first.stream),
             "is_expandable": self.is_expandable,
             "frames": [],
             "blocks": [self.block(block) for block in blocks],
@@ -221,6 +232,10 @@ class _Recorder:
             "state": "active_allocated" if block.is_allocated else "inactive",
             "frames": self.frames.get(block.address, []),
         }
+
+
+def _pool_id(stream: int) -> tuple[int, int]:
+    return _GRAPH_POOL_ID if stream == GRAPH_POOL else _POOL_ID
 
 
 def _frame(kind: str, name: str) -> dict[str, Any]:

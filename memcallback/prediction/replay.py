@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from memcallback.core.allocation_trace import (
     Alloc,
+    EmptyCache,
     Event,
     Free,
     PhaseEnd,
@@ -59,6 +60,9 @@ class Allocator(Protocol[_Block]):
 
     def free(self, block: _Block) -> None:
         """Take a block back."""
+
+    def empty_cache(self) -> None:
+        """Release what is free."""
 
     def stats(self) -> MemoryStats:
         """Memory now, with the peaks since `reset_peaks`."""
@@ -294,8 +298,12 @@ class _Replayer(Generic[_Block]):
         """The allocated peak of the step so far; infinite outside phases, which do not count."""
         return self.peak[0] if self.phase else math.inf
 
-    def mark(self, position: int, event: PhaseStart | PhaseEnd | StepStart | StepEnd) -> None:
-        if isinstance(event, StepStart):
+    def mark(
+        self, position: int, event: EmptyCache | PhaseStart | PhaseEnd | StepStart | StepEnd
+    ) -> None:
+        if isinstance(event, EmptyCache):
+            self.allocator.empty_cache()
+        elif isinstance(event, StepStart):
             self.windows, self.peak = [], (-1, -1)
             if event.stage is not self.stage:
                 self.num_steps = 0

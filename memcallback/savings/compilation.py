@@ -18,6 +18,9 @@ from memcallback.step.training_step import TrainingStep
 
 #: 1 is PyTorch's default. What is kept does not shrink evenly, so each is predicted by itself.
 _BUDGETS = (0.75, 0.5, 0.25, 0.0)
+#: With CUDA graphs. "max-autotune" has them too, and needs the same but for kernels that it chooses
+#: by measuring.
+_GRAPHS = "reduce-overhead"
 #: How the caveats begin that tell of code that was not compiled (trace/patches/compiled.py and
 #: trace/caveats.py).
 _NOT_COMPILED = (
@@ -40,6 +43,15 @@ def compilation(step: TrainingStep) -> Iterator[Saving]:
             changes="rounding, in fused kernels",
             line="model = torch.compile(model)",
         )
+        if step.accumulate == 1:  # else a training stops where it adds up gradients of graphs
+            yield Saving(
+                name=f'torch.compile, mode="{_GRAPHS}"',
+                kind=COMPILATION,
+                group=SavingGroup.CHANGES_NUMBERS,
+                apply=partial(TrainingStep.varied, prepare=partial(_compiled, mode=_GRAPHS)),
+                changes="rounding, in fused kernels",
+                line=f'model = torch.compile(model, mode="{_GRAPHS}")',
+            )
         return
     for budget in _BUDGETS:
         yield Saving(
@@ -53,11 +65,11 @@ def compilation(step: TrainingStep) -> Iterator[Saving]:
         )
 
 
-def _compiled(model: nn.Module, batch: Any) -> Any:
+def _compiled(model: nn.Module, batch: Any, *, mode: str | None = None) -> Any:
     # The Trainer runs the training step of a compiled LightningModule compiled.
     for name in ("forward", "training_step"):
         if hasattr(model, name):
-            setattr(model, name, torch.compile(getattr(model, name)))
+            setattr(model, name, torch.compile(getattr(model, name), mode=mode))
     return batch
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate, count
 from memcallback.core.allocation_trace import (
     Alloc,
     AllocationTrace,
+    EmptyCache,
     Event,
     Free,
     ModuleMark,
@@ -453,7 +454,9 @@ def event_text(events: Sequence[Event], position: int) -> str:
     return f"the freeing of {where}"
 
 
-def _mark_text(mark: PhaseStart | PhaseEnd | StepStart | StepEnd) -> str:
+def _mark_text(mark: EmptyCache | PhaseStart | PhaseEnd | StepStart | StepEnd) -> str:
+    if isinstance(mark, EmptyCache):
+        return "the release of the allocator's free segments"
     end = "start" if isinstance(mark, (PhaseStart, StepStart)) else "end"
     if isinstance(mark, (StepStart, StepEnd)):
         return f"the {end} of a step"

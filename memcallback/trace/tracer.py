@@ -359,15 +359,19 @@ class _Tracer:
         hooks = ExitStack()
         if step.keep_outputs == "last":
             hooks.callback(self._model.register_forward_hook(self._keep_outputs).remove)
-        num_updates_to_settle = self._ranks.num_updates_to_settle if self._ranks else 1
+        if self._ranks:
+            mode.num_windows_to_settle = self._ranks.num_updates_to_settle
+        number, num_to_settle = 0, mode.num_windows_to_settle
         with hooks:
-            for number in range(self._request.num_updates or num_updates_to_settle + 1):
+            # Compiled code tells in the first update how many it takes.
+            while number < (self._request.num_updates or num_to_settle + 1):
                 run_window(training)
                 self.marks.label_states(self._in_hooks)
-                self._count_work()
+                num_to_settle = self._count_work()
                 if number == 0 and fill_history(optimizers):
                     self.marks.label_states(optimizers)
                     mode.assumed[_FULL_HISTORY] = None
+                number += 1
 
     def _keep_outputs(self, model: torch.nn.Module, batch: object, outputs: Any) -> None:
         self._outputs = outputs
@@ -390,9 +394,11 @@ class _Tracer:
             period=self._request.period,
         ).run(self._count_work)
 
-    def _count_work(self) -> None:
+    def _count_work(self) -> int:
+        """Note the totals so far; gives the number of windows after which all are alike."""
         self._num_flops.append(self._mode.num_flops)
         self._sent_bytes.append(self._mode.sent_bytes)
+        return self._mode.num_windows_to_settle
 
     @property
     def _device_type(self) -> str:

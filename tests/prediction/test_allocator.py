@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
 from running_allocator import RunningAllocator
 
+from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.units import KiB, MiB
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -233,6 +234,16 @@ def test_a_stream_does_not_get_what_another_has_freed():
     allocator.free(allocator.allocate(4 * MiB, stream=1))
     allocator.allocate(4 * MiB, stream=2)
     assert allocator.stats().reserved_bytes == 40 * MiB
+
+
+def test_the_pool_of_cuda_graphs_keeps_its_segments():
+    allocator = CachingAllocator()
+    for stream in (0, GRAPH_POOL):
+        allocator.free(allocator.allocate(4 * MiB, stream))
+    allocator.empty_cache()
+    assert [blocks[0].stream for blocks in allocator.snapshot()] == [GRAPH_POOL]
+    allocator.allocate(4 * MiB, GRAPH_POOL)
+    assert allocator.stats().reserved_bytes == 20 * MiB
 
 
 def test_memory_in_use_by_another_stream_is_active_and_not_allocated():

@@ -4,6 +4,7 @@ import pytest
 
 from memcallback.core.allocation_trace import (
     Alloc,
+    EmptyCache,
     Fallback,
     Free,
     PhaseEnd,
@@ -149,6 +150,16 @@ def test_what_failed_before_any_step_and_outside_of_modules_is_told_too():
     result = on_host([Alloc(1, 100)], capacity_bytes=64)
     assert result.out_of_memory.startswith("step 1, an allocation in the root module: Tried to")
     assert result.steps == []
+
+
+def test_the_cache_is_emptied_where_the_trace_says_so():
+    events = step(
+        phase(FORWARD, Alloc(1, 4 * MiB), Free(1), EmptyCache(), Alloc(2, 3 * MiB)),
+        phase(UPDATE, Free(2)),
+    )
+    (replayed,) = replay(events, CachingAllocator()).steps
+    assert [window.end.reserved_bytes for window in replayed.windows] == [20 * MiB, 20 * MiB]
+    assert on_host(events).steps[0].windows[0].end.allocated_bytes == 3 * MiB
 
 
 def test_steps_are_counted_for_each_stage():

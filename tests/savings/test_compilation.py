@@ -45,6 +45,16 @@ def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_ste
     assert "compiling took" in row.changes
 
 
+def test_compiling_with_cuda_graphs_is_a_row_of_its_own():
+    plan = rows(mc.what_if(step(perceptron()), device=CARD))
+    row = plan['torch.compile, mode="reduce-overhead"']
+    compiled = mc.predict(step(torch.compile(perceptron(), mode="reduce-overhead")), device=CARD)
+    assert row.peak_allocated_bytes == compiled.peak_allocated_bytes
+    assert row.peak_reserved_bytes == compiled.peak_reserved_bytes
+    assert row.line == 'model = torch.compile(model, mode="reduce-overhead")'
+    assert row.peak_allocated_bytes < plan["torch.compile"].peak_allocated_bytes
+
+
 def test_a_budget_of_what_is_kept_is_a_row_of_a_compiled_step():
     plan = mc.what_if(step(torch.compile(perceptron())), device=CARD)
     found = rows(plan)

@@ -224,11 +224,11 @@ def test_in_the_training_s_process_nothing_is_compiled():
     assert not said(prediction, COMPILED)
 
 
-def test_without_cuda_graphs_it_is_said_to_which_side_that_errs():
+def test_what_counts_as_allocated_with_cuda_graphs_is_said():
     prediction = predict(torch.compile(Broken(), mode="reduce-overhead"), 64)
     (sentence,) = said(prediction, "CUDA graphs")
-    assert "With them a steady step allocates less" in sentence
-    assert sentence.endswith("reserved memory can be less or more.")
+    assert "A steady step then counts less as allocated" in sentence
+    assert sentence.endswith("compare reserved memory.")
 
 
 def test_the_training_s_own_compilation_and_its_cache_are_left_alone(tmp_path, monkeypatch):

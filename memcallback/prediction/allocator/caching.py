@@ -2,7 +2,7 @@
 
 It follows `DeviceCachingAllocator` in PyTorch's c10/cuda/CUDACachingAllocator.cpp; names in
 parentheses are functions there. Recorded histories of PyTorch 2.11 and of real GPUs confirm it. Not
-simulated: private pools (CUDA graphs, `torch.cuda.MemPool`), garbage collection
+simulated: private pools other than that of CUDA graphs (`torch.cuda.MemPool`), garbage collection
 (`garbage_collection_threshold`), `Tensor.record_stream` and other users of the device.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
 from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice
@@ -131,8 +132,13 @@ class CachingAllocator:
         block.pool.put_back(block)
 
     def empty_cache(self) -> None:
-        """Release all free segments (`release_cached_blocks`): `torch.cuda.empty_cache`."""
+        """Release all free segments (`release_cached_blocks`): `torch.cuda.empty_cache`.
+
+        The pool of CUDA graphs keeps its own, as a graph writes to them whenever it is replayed.
+        """
         for pool in self._pools():
+            if pool.stream == GRAPH_POOL:
+                continue
             for block in list(pool.blocks()):
                 pool.release(block, self._device)
 

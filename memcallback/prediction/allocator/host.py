@@ -50,6 +50,9 @@ class HostAllocator:
         """Free a block."""
         self.allocated_bytes -= block.size_bytes
 
+    def empty_cache(self) -> None:
+        """Release nothing: there is no cache."""
+
     def stats(self) -> MemoryStats:
         """All values now, with the peak since the last `reset_peaks`; nothing is reserved."""
         return MemoryStats(

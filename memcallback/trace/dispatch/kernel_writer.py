@@ -34,7 +34,7 @@ class KernelWriter:
     """
 
     def __init__(self) -> None:
-        self._handles: set[tuple[str, bool, int]] = set()
+        self._workspaces: dict[tuple[str, bool, int], Entry] = {}
         self._kernels: dict[KernelRule, Kernel] = {}
 
     def write(
@@ -50,10 +50,7 @@ class KernelWriter:
         for step in completed(steps, len(tensors)):
             if isinstance(step, OpenBlasHandles):
                 if step in steps or uses_cublas(call):
-                    handles = [
-                        ledger.alloc(size_bytes, Category.WORKSPACE, name)
-                        for size_bytes in self._opened(call, is_backward, ledger.stream)
-                    ]
+                    handles = list(self._opened(ledger, call, name, is_backward=is_backward))
             elif isinstance(step, AllocTemp):
                 temps.append(ledger.alloc_temp(step.size_bytes, step.category, name, step.fallback))
             elif isinstance(step, FreeTemp):
@@ -72,13 +69,22 @@ class KernelWriter:
                 kernel = self._kernels[rule] = rule.function(*rule.constants, *rule.numbers)
         return kernel
 
-    def _opened(self, call: OpCall, is_backward: bool, stream: int) -> Iterator[int]:
-        """Open the handles that a matrix product needs, and give the bytes of new workspaces."""
+    def close_handles(self, ledger: Ledger) -> None:
+        """Free all workspaces (`torch._C._cuda_clearCublasWorkspaces`)."""
+        for entry in self._workspaces.values():
+            ledger.free(entry)
+        self._workspaces.clear()
+
+    def _opened(
+        self, ledger: Ledger, call: OpCall, name: str, *, is_backward: bool
+    ) -> Iterator[Entry]:
+        """Open the handles that a matrix product needs, and give the new workspaces."""
         needed = {"cuBLAS": call.device.cublas_workspace_bytes}
         if uses_cublaslt(call):
             needed["cuBLASLt"] = CUBLASLT_WORKSPACE_BYTES
         for library, workspace_bytes in needed.items():
-            handle = (library, is_backward, stream)
-            if handle not in self._handles:
-                self._handles.add(handle)
-                yield workspace_bytes
+            handle = (library, is_backward, ledger.stream)
+            if handle not in self._workspaces:
+                entry = ledger.alloc(workspace_bytes, Category.WORKSPACE, name)
+                self._workspaces[handle] = entry
+                yield entry

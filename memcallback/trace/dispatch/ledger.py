@@ -14,6 +14,7 @@ import torch
 from memcallback.core.allocation_trace import (
     Alloc,
     AllocationTrace,
+    EmptyCache,
     Event,
     Fallback,
     Free,
@@ -162,6 +163,10 @@ class Ledger:
         if entry.id is not None and not entry.is_freed:
             self._rows.append(Free(entry.id))
         entry.is_freed = True
+
+    def empty_cache(self) -> None:
+        """Record that the allocator releases its free segments."""
+        self._rows.append(EmptyCache())
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Give the allocation of `old` to the storage of `new`, as if it was written in place."""

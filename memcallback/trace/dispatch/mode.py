@@ -106,6 +106,10 @@ class TraceMode(FakeTensorMode):
             where nobody asks.
         follow_streams: Makes the stream current in which the running autograd node was made; None
             with a single stream.
+        num_windows_to_settle: Windows (updates, batches) after which all later ones are alike.
+        is_capturing: Whether a CUDA graph is recorded.
+        check_inputs: Called with the name and the inputs of each operator that is no view; None
+            where nobody asks.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into
             tensors.
     """
@@ -132,6 +136,9 @@ class TraceMode(FakeTensorMode):
         self._is_in_wrapper = False
         self._is_passed_on = False
         self._kernels = KernelWriter()
+        self.num_windows_to_settle = 1
+        self.is_capturing = False
+        self.check_inputs: Callable[[str, Sequence[object]], None] | None = None
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
 
@@ -285,6 +292,10 @@ class TraceMode(FakeTensorMode):
         finally:
             self.is_recording, placement.reports_cuda_device, placement.target = before
 
+    def close_blas_handles(self) -> None:
+        """Free the workspaces of cuBLAS; the next matrix product opens its handle again."""
+        self._kernels.close_handles(self.ledger)
+
     @contextmanager
     def in_backward(self) -> Iterator[None]:
         """Run a backward pass inside, for which CUDA has a thread of its own."""
@@ -347,6 +358,8 @@ class TraceMode(FakeTensorMode):
                 self.ledger.module = self.modules(number)
             if self.follow_streams is not None:
                 self.follow_streams()
+        if self.check_inputs is not None and not call.op.is_view:
+            self.check_inputs(name, call.inputs)
         reused = self._reused(call, node)
         if name == WAIT:
             return call.args[0]

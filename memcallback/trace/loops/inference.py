@@ -40,23 +40,29 @@ class Inference:
     period: int
     _kept: list[Any] = field(default_factory=list)
 
-    @property
-    def num_batches(self) -> int:
-        """How many batches are traced; where nothing grows, the second is like all later ones."""
+    def num_batches(self, num_to_settle: int) -> int:
+        """How many batches are traced; where nothing grows, one after the memory has settled."""
         if self.step.num_batches is None:
-            return 2
+            return num_to_settle + 1
         return num_to_trace(self.step.num_batches, self.period)
 
-    def run(self, after_each: Callable[[], None]) -> None:
-        """Run the batches."""
+    def run(self, after_each: Callable[[], int]) -> None:
+        """Run the batches.
+
+        Args:
+            after_each: Called after each; gives the number of batches after which the memory has
+                settled, as far as it is known by then.
+        """
         part = None
         if self.step.num_batches is not None:
             part = self.marks.repeated(self.step.num_batches, self.period)
-        for number in range(self.num_batches):
+        number, num_to_settle = 0, 1
+        while number < self.num_batches(num_to_settle):
             if part is not None:
                 part.cut()
             self._run_batch(number)
-            after_each()
+            num_to_settle = after_each()
+            number += 1
         if part is not None:
             part.cut()
 

@@ -29,9 +29,9 @@ _COMPILED = (
     "compile needs more in its first steps, and can keep more reserved from then on."
 )
 _CUDA_GRAPHS = (
-    "CUDA graphs (mode='reduce-overhead', 'max-autotune') were left out. With them a steady step "
-    "allocates less, because the memory of a graph does not count as allocated; reserved memory "
-    "can be less or more."
+    "CUDA graphs (mode='reduce-overhead', 'max-autotune') warm up in the first update, are "
+    "recorded in the second and replayed from the third on. A steady step then counts less as "
+    "allocated, because the memory of its graphs is only reserved: compare reserved memory."
 )
 _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
@@ -59,6 +59,7 @@ class CompiledCode:
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.is_noted = False
+        self._graphs: Any = None
 
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
@@ -107,15 +108,17 @@ class CompiledCode:
     def _compiler(self, callback: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A callback that compiles a frame for the card; what cannot be runs as it is."""
         # Imported here, as it imports PyTorch's compiler.
+        from memcallback.trace.patches.cuda_graphs import GraphTree
         from memcallback.trace.patches.inductor import compiling, skip_all
 
         skip = skip_all()
+        self._graphs = graphs = self._graphs or GraphTree(self._mode)
 
         def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
             if frame.f_code.co_filename.startswith(_OWN):
                 return skip
             try:
-                with compiling(self._mode):
+                with compiling(self._mode, graphs):
                     compiled = callback(frame, *args, **kwargs)
             except ENDS as error:  # a compiler can fail in any way
                 raise_if_meant(error)

@@ -149,7 +149,7 @@ def _stream_functions(streams: Streams) -> Functions:
         "stream": streams.entered,
         "StreamContext": streams.entered,
         "synchronize": _nothing,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: streams.is_capturing,
     }
 
 
@@ -184,6 +184,11 @@ class Streams:
     def new(self) -> Stream:
         """Another stream."""
         return Stream(self, next(self._numbers))
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is recorded."""
+        return self._mode.is_capturing
 
     @property
     def current(self) -> Stream:

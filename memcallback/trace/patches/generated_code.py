@@ -27,9 +27,9 @@ def module_of(source: str, mode: TraceMode) -> SimpleNamespace:
     }
     exec(compile(source, "<inductor>", "exec"), names)
     names.update(
-        empty_strided_cuda=_empty(mode, "device"),
-        empty_strided_cpu=_empty(mode, "host"),
-        empty_strided_cpu_pinned=_empty(mode, "host"),
+        empty_strided_cuda=empty_strided(mode, "device"),
+        empty_strided_cpu=empty_strided(mode, "host"),
+        empty_strided_cpu_pinned=empty_strided(mode, "host"),
         reinterpret_tensor=_reinterpreted,
         assert_size_stride=_nothing,
         assert_alignment=_nothing,
@@ -42,12 +42,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _empty(mode: TraceMode, target: str) -> Callable[..., torch.Tensor]:
+def empty_strided(mode: TraceMode, target: str) -> Callable[..., torch.Tensor]:
+    """A function that allocates a buffer, on the "device" or on the "host"."""
     placement = mode.placement
 
-    def empty_strided(
-        size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         before, placement.target = placement.target, target
         try:
             with torch._C.DisableTorchFunction():
@@ -55,7 +54,7 @@ def _empty(mode: TraceMode, target: str) -> Callable[..., torch.Tensor]:
         finally:
             placement.target = before
 
-    return empty_strided
+    return empty
 
 
 def _reinterpreted(

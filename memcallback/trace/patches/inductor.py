@@ -27,6 +27,7 @@ from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.modes import without_modes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches.compiled_optimizers import optimizer_patches
+from memcallback.trace.patches.cuda_graphs import GraphTree, trees
 from memcallback.trace.patches.generated_code import module_of
 from memcallback.trace.patches.patching import Patch, patched
 
@@ -36,9 +37,11 @@ _UNPADDED = (
     "Inductor measures on the card whether to pad matrices whose sizes are no multiples of 8 "
     "(of 4 in float32). Here they are not padded; padded ones need more memory."
 )
-#: Options of Inductor that need a card: CUDA graphs, and choices by measuring.
+_WITHOUT_GRAPH = (
+    "A compiled function runs without a CUDA graph, as it would on the card: PyTorch says {!r}."
+)
+#: Options of Inductor that need a card: choices by measuring.
 _NEED_A_CARD = (
-    "triton.cudagraphs",
     "max_autotune",
     "max_autotune_gemm",
     "max_autotune_pointwise",
@@ -53,7 +56,7 @@ def _of(name: str) -> Any:
 
 
 @contextmanager
-def compiling(mode: TraceMode) -> Iterator[None]:
+def compiling(mode: TraceMode, graphs: GraphTree) -> Iterator[None]:
     """Compile inside, for the card of a trace; what runs meanwhile is not recorded."""
     inductor_config, functorch_config = _of("_inductor.config"), _of("_functorch.config")
     with ExitStack() as stack:
@@ -62,7 +65,7 @@ def compiling(mode: TraceMode) -> Iterator[None]:
         mode.placement.reports_cuda_device = True
         stack.enter_context(for_compiler(_card_of(mode)))
         stack.enter_context(patched(_fake_patches()))
-        stack.enter_context(patched(_inductor_patches(mode)))
+        stack.enter_context(patched(_inductor_patches(mode, graphs)))
         stack.enter_context(patched(optimizer_patches(mode)))
         stack.enter_context(
             inductor_config.patch(
@@ -162,7 +165,7 @@ def _on_device(kwargs: Any) -> dict[str, Any]:
     return kwargs or {}
 
 
-def _inductor_patches(mode: TraceMode) -> Iterator[Patch]:
+def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     """Answer for the card and for Triton, take the inputs' fakes, and keep the generated code."""
     guards, graph = _of("_dynamo.guards"), _of("_inductor.graph")
     compile_fx, scheduler = _of("_inductor.compile_fx"), _of("_inductor.scheduler")
@@ -193,7 +196,7 @@ def _inductor_patches(mode: TraceMode) -> Iterator[Patch]:
 
         def compile_inner(*args: Any, **kwargs: Any) -> Any:
             # Of the backward pass perhaps later, while that runs.
-            with nullcontext() if is_compiling() else compiling(mode):
+            with nullcontext() if is_compiling() else compiling(mode, graphs):
                 return inner_compile(*args, **kwargs)
 
         return compile_(
@@ -217,7 +220,8 @@ def _inductor_patches(mode: TraceMode) -> Iterator[Patch]:
     yield torch.cuda, "get_device_properties", lambda device=None: properties
     yield compile_fx, "compile_fx", compile_on_fakes
     yield graph.GraphLowering, "compile_to_module", compile_to_module
-    yield compile_fx, "CompiledFxGraph", _CompiledGraph
+    yield compile_fx, "CompiledFxGraph", _compiled_graph(compile_fx.CompiledFxGraph)
+    yield from _graph_patches(mode, graphs)
     yield guards.GuardBuilder, "TORCH_FUNCTION_STATE", _no_guard(guards)
     yield folder, "_deduce_value", _deduced_on_host(folder._deduce_value)
     # Measuring decides, unless it has decided before.
@@ -271,33 +275,43 @@ def _no_guard(guards: Any) -> Callable[..., None]:
 
 
 def _fakes_of(gm: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Dynamo's fakes of the inputs of a graph, which themselves are fakes of the trace."""
+    """Dynamo's fakes of the inputs of a graph, which themselves are fakes of the trace.
+
+    A number that may change is a real tensor, whose value the compiler reads.
+    """
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     if len(nodes) != len(inputs):
         return list(inputs)
     values = (node.meta.get("example_value") for node in nodes)
     return [
-        value if isinstance(value, torch.Tensor) else given
+        value if isinstance(value, torch.Tensor) and isinstance(given, FakeTensor) else given
         for value, given in zip(values, inputs, strict=True)
     ]
 
 
-class _CompiledGraph:
-    """What Inductor returns for a graph: the function of the code that it generated."""
+def _compiled_graph(original: Any) -> Any:
+    """The class of what Inductor returns for a graph, without what needs real tensors."""
 
-    partition_maps: Any = None
-    _time_taken_ns = 0
+    class CompiledGraph(original):  # type: ignore[misc]
+        def post_compile(self, *args: Any) -> None:
+            """Tell the backward pass the strides of its inputs; make CUDA graphs if asked for."""
+            self.inputs_to_check = ()  # Fakes have no address that could be aligned.
+            super().post_compile(*args)
 
-    def __init__(
-        self, function: Callable[[list[Any]], Any], graph: Any, gm: Any, strides: Any, *rest: Any
-    ) -> None:
-        self._function, self.output_strides = function, strides
-        self._boxed_call = True  # an attribute of its own, since PyTorch's wrappers copy these
+    return CompiledGraph
 
-    def post_compile(self, inputs: Sequence[Any], *args: Any) -> None:
-        """Tell the backward pass with which strides its inputs come, which Inductor pads."""
-        _of("_inductor.utils").set_tracing_context_output_strides(inputs, self)
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        """Run the generated code, which empties the list of its inputs."""
-        return self._function(inputs)
+def _graph_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
+    """Run functions as the graphs of a trace; PyTorch itself decides which have one, and why."""
+
+    def note_skipped(reason: str) -> None:
+        mode.assumed[_WITHOUT_GRAPH.format(str(reason).strip().splitlines()[0])] = None
+
+    output_code = _of("_inductor.output_code")
+    yield _of("_inductor.compile_fx"), "cudagraphify", graphs.graphed
+    yield output_code, "log_cudagraph_skip_and_bump_counter", note_skipped
+    utils = _of("_inductor.cudagraph_utils")
+    if hasattr(utils, "check_caching_allocator_for_cudagraphs"):
+        # It asks C++ of a build for CUDA.
+        yield utils, "check_caching_allocator_for_cudagraphs", lambda: None
+    yield trees(), "get_manager", lambda *args, **kwargs: graphs
