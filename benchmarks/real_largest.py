@@ -44,7 +44,7 @@ ARCHITECTURES = ("h200", "rtx3090")
 CAPACITY = "12GiB"
 CAPACITY_BYTES = 12 << 30
 NOT_REPORTED = (
-    "The largest size that trains: sizes between the suggestion and the limits.",
+    "Sizes between the suggestion and the limits: they were not run.",
     "Sizes above the limit by more than one sample, of which some may train again.",
 )
 
@@ -140,7 +140,8 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         "",
         f"Of {len(rows)} pairs of a program and a card of {CAPACITY}, {num_right} are right: the "
         "suggestion and the limit without a retry train without a retry, the limit trains, and one "
-        f"sample more runs out of memory. The advice for the size alone fits on {num_safe}.",
+        f"sample more runs out of memory. Given the size alone (device='{CAPACITY}'), the largest "
+        f"batch is predicted to be at most that limit without a retry on {num_safe}.",
         "",
     ]
     lines += [f"- {name}: {text}" for name, text in about.items()]

@@ -35,7 +35,7 @@ NOT_REPORTED = (
     "The libraries' own trainers: see real_trainers.py.",
     "Other batch sizes than that of the program.",
     "Programs whose path depends on values that the device computes, on a virtual device: it "
-    "computes zeros, and they are predicted alone.",
+    "computes zeros. They are predicted and not measured.",
 )
 NUM_UPDATES = 6
 #: How what is said of every card begins.

@@ -20,7 +20,7 @@ from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, share
-from memcallback.devices.catalogue import DeviceSpec
+from memcallback.devices.catalogue import Device, DeviceSpec
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays, Limits, budget
@@ -234,8 +234,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "how much memory a smaller batch saves, which only a prediction knows: test the "
-            "suggested size before you rely on it"
+            "memory that does not shrink with the batch, which only a prediction can tell: test "
+            "the suggested size before you rely on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -267,6 +267,12 @@ def _always_left_out(outside_bytes: int | None) -> list[str]:
             "memory outside this process's allocator (CUDA context, other processes), unknown here"
         )
     return leaves_out
+
+
+def _assumed(device: Device) -> str:
+    """What is assumed to be outside the allocator, and its verb."""
+    has_ranks = isinstance(device, DeviceSpec) and device.communication_bytes
+    return "the CUDA context and NCCL are" if has_ranks else "the CUDA context is"
 
 
 def estimate_from_trace(
@@ -336,7 +342,7 @@ def estimate_from_trace(
         leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
         leaves_out.append(
-            "other processes on the device (the CUDA context is assumed to take "
+            f"other processes on the device (only {_assumed(device)} counted, with "
             f"{format_bytes(outside)}{_kept_for_it(budget_bytes, capacity_bytes, most_outside)})"
         )
     if retraced is not None and retraced.cut_off is not None:
@@ -369,7 +375,7 @@ def _kept_for_it(budget_bytes: int, capacity_bytes: int, most_outside: int | Non
     """What a suggestion keeps free for the context, where that is more than the headroom."""
     if most_outside is None or budget_bytes < capacity_bytes - most_outside:
         return ""
-    return f", {format_bytes(most_outside)} are kept free for it"
+    return f"; {format_bytes(most_outside)} are kept free for it"
 
 
 def _architecture_of(predicted: Prediction, capacity_bytes: int) -> str | None:

@@ -161,8 +161,8 @@ class FittedBatchSize(Printable):
         device_name: The device.
         capacity_bytes: The memory that was planned for.
         outside_bytes: The part of it that is used outside this process's allocator.
-        headroom: The fraction of the capacity that a predicted size leaves free; half of it is left
-            when validation has run.
+        headroom: The fraction of the capacity that a predicted size leaves free. A size fits if at
+            least half of it stayed free in the trial, validation included.
         counts: Which memory is meant: `reserved`, on a CPU `allocated`.
         num_updates: Optimizer updates in each trial.
         has_validation: Whether validation was part of each trial.
@@ -305,14 +305,15 @@ def _way_out(prediction: StepPrediction | None) -> str:
         )
     if held > rest:
         return (
-            f"Parameters, gradients and optimizer state are {format_bytes(held)} of it: a smaller "
-            "model, an optimizer with less state, precision='bf16-true' or sharding over several "
-            "devices takes less; a smaller batch does not."
+            f"At the predicted peak, parameters, gradients and optimizer state are "
+            f"{format_bytes(held)}: a smaller model, an optimizer with less state, "
+            "precision='bf16-true' or sharding over several devices takes less; a smaller batch "
+            "does not."
         )
     return (
-        f"{format_bytes(rest)} of it are activations and temporary memory of one sample: "
-        "precision='bf16-mixed', recomputing activations (torch.utils.checkpoint), or smaller or "
-        "shorter samples take less."
+        f"At the predicted peak, activations and temporary memory of one sample are "
+        f"{format_bytes(rest)}: precision='bf16-mixed', recomputing activations "
+        "(torch.utils.checkpoint), or smaller or shorter samples take less."
     )
 
 

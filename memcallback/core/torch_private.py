@@ -82,6 +82,7 @@ def _is_wrapper(tensor: object) -> bool:
 
 _TRACE = "predictions"
 _MODULES = "memory by module"
+_MODES = "predictions in a `with torch.device(...)` block or under another mode"
 _CPU = "memory of a CPU"
 _PROFILER = "torch.autograd.profiler"
 _FAKES = "torch._subclasses.fake_tensor"
@@ -161,17 +162,13 @@ PARTS = {
     "RecordScope": _Part("torch._C._profiler", "RecordScope", _CPU),
     "is_zero_tensor": _Part("torch", "_is_zerotensor", _TRACE),
     "disable_dispatch_modes": _Part(
-        "torch.utils._python_dispatch", "_disable_current_modes", "predictions inside of modes"
+        "torch.utils._python_dispatch", "_disable_current_modes", _MODES
     ),
     "num_dispatch_modes": _Part("torch._C", "_len_torch_dispatch_stack", _TRACE, lambda: 0),
     "num_function_modes": _Part("torch._C", "_len_torch_function_stack", _TRACE, lambda: 0),
-    "pop_function_mode": _Part(
-        "torch._C", "_pop_torch_function_stack", "predictions inside of modes"
-    ),
-    "push_function_mode": _Part(
-        "torch._C", "_push_on_torch_function_stack", "predictions inside of modes"
-    ),
-    "DeviceContext": _Part("torch.utils._device", "DeviceContext", "predictions inside of modes"),
+    "pop_function_mode": _Part("torch._C", "_pop_torch_function_stack", _MODES),
+    "push_function_mode": _Part("torch._C", "_push_on_torch_function_stack", _MODES),
+    "DeviceContext": _Part("torch.utils._device", "DeviceContext", _MODES),
     "record_memory_history": _Part(
         "torch.cuda.memory", "_record_memory_history", "allocator histories"
     ),

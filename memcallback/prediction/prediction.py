@@ -92,7 +92,7 @@ class Prediction(Printable):
         saved: The activations live at the end of the steady step's forward pass, the largest first.
         modules: The steady step by module: what each keeps after its forward pass, and the peaks
             while it runs.
-        caveats: What was assumed by the trace, about later updates, the device and the allocator.
+        caveats: What was assumed: in the trace, and about later updates, device and allocator.
 
     Raises:
         ValueError: If the trace has no step, or does not know the batch size.

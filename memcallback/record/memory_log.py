@@ -203,12 +203,12 @@ class MemoryLog:
 
     @fail_safe
     def wants_step(self) -> bool:
-        """As `StepListener`: the step before a point."""
+        """For the recorder: whether to record the step that begins, for the next point."""
         return (self._recorder.num_updates + 1) % self._interval == 0
 
     @fail_safe
     def on_step(self, record: StepMemory, batch: object = None) -> None:
-        """As `StepListener`."""
+        """For the recorder: a step was recorded."""
         if record.is_interrupted:
             return
         number = self._recorder.num_updates
@@ -225,7 +225,7 @@ class MemoryLog:
 
     @fail_safe
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
-        """As `StepListener`."""
+        """For the recorder: memory ran out."""
         step = self._step
         self._monitor.on_out_of_memory(report, make_step=None if step is None else lambda: step)
 

@@ -273,7 +273,7 @@ class ModuleTimeline:
             self._has_failed = True
             warn_and_go_on(
                 f"Memory by module is not recorded in this step: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. The rest of the step is."
+                f"{str(error).rstrip('.')}. All else is recorded."
             )
 
 

@@ -244,8 +244,8 @@ class MemoryRecorder:
         """Count modules, and tensors in containers, as parameters and buffers while they live.
 
         Args:
-            items: What is on the device beside the models (see `TrainingStep`). The loggers call
-                this for the step that they predict.
+            items: What is on the device beside the models (see `TrainingStep`). `MemoryLog` and
+                the callbacks call this for the step that they predict.
         """
         self._followed.add_beside(items)
 
@@ -296,9 +296,9 @@ class MemoryRecorder:
 
     @property
     def typical(self) -> StepMemory | None:
-        """The last sampled steady step of the most frequent kind, or None.
+        """The last sampled steady step with the most frequent batch size and peaks, or None.
 
-        Of kinds with as many steps, the one with the largest peaks. The step in which
+        Of those as frequent, the one with the largest peaks. The step in which
         DistributedDataParallel rebuilds its buckets is none.
         """
         return self.history.typical
@@ -469,10 +469,10 @@ class MemoryRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Whether to record this step even on a device where only sampled steps are, since
-                it is to be logged. That costs milliseconds, so after the tenth update ever fewer
-                are: at most every second, after the twentieth every third, and so on, down to one
-                in 50.
+            sample: Whether this step is to be logged, and so to be recorded also where otherwise
+                only sampled steps are recorded, as on a CPU. Recording costs milliseconds there, so
+                fewer and fewer of these steps are recorded: after the tenth update at most every
+                second step, after the twentieth every third, and so on, down to one in 50.
 
         Raises:
             RuntimeError: If a step is open already.

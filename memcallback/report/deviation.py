@@ -141,7 +141,9 @@ def _of_boundaries(prediction: StepPrediction, measured: StepMemory) -> Iterator
 
 
 def _carried(carrier: tuple[str, int] | None) -> str:
-    return "" if carrier is None else f"{format_bytes(abs(carrier[1]))} of it are {carrier[0]}"
+    if carrier is None:
+        return ""
+    return f"{format_bytes(abs(carrier[1]))} of the difference are {carrier[0]}"
 
 
 def _explained_by_buckets(deviation: Deviation, predicted: StepMemory) -> Deviation:

@@ -112,8 +112,8 @@ def check_checkpoint(option: object) -> None:
         and all(isinstance(name, str) for name in names)
     ):
         raise ValueError(
-            "checkpoint must be True, the name of a module, several, or numbers of segments by "
-            f"name, got {option!r}. Leave it out for none."
+            "checkpoint must be True, the name of a module, a list of names, or a mapping from "
+            f"names to numbers of segments, got {option!r}. Leave it out for none."
         )
 
 
@@ -147,8 +147,8 @@ def _check_name(name: object) -> None:
         isinstance(module_name, str) for module_name in names
     ):
         raise TypeError(
-            "name must be the name of a module, a list of several, or numbers of segments by name, "
-            f"got {name!r}. {hint}"
+            "name must be the name of a module, a list of names, or a mapping from names to "
+            f"numbers of segments, got {name!r}. {hint}"
         )
     if not names:
         raise ValueError(f"name must have at least one name of a module, got {name!r}. {hint}")

@@ -40,8 +40,8 @@ class TrainingStep(Step):
             `bf16-true` or `64-true`. Only the mixed ones change anything here: a model of another
             dtype already has that dtype. With `16-mixed` a GradScaler scales the loss.
         batch_size: Samples in the batch; inferred from it by default.
-        sequence_length: How long the batch's sequences are. Every dimension of this size, but the
-            first, of the batch's tensors varies when other lengths are predicted.
+        sequence_length: How long the batch's sequences are. To predict other lengths, they replace
+            this size wherever a tensor of the batch has it, except in the first dimension.
         accumulate: Batches whose gradients are summed before an update, at least 1.
         clip_grad_norm: The largest norm of all gradients together
             (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
@@ -70,7 +70,8 @@ class TrainingStep(Step):
             `optimizer_zero_grad`.
         has_accumulation: Whether the batches of an update come from `memcallback.accumulate`. It
             clears gradients before the first batch, and divides the loss inside its backward pass,
-            so the caller keeps the undivided loss. `loss = loss / accumulate` and Lightning do not.
+            so the caller keeps the undivided loss. False if the loop divides the loss itself
+            (`loss = loss / accumulate`), as Lightning does.
 
     Raises:
         ValueError: For an unknown precision, a number out of range, a sequence length that no

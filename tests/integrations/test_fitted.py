@@ -240,8 +240,8 @@ def test_where_nothing_fits_the_larger_part_of_one_sample_says_what_would_help()
     assert "It ran out of memory, with 1024.00 MiB to use of 4.00 GiB." in failed
     # Weights, buffers, gradients and state of 4,010 B.
     held = nothing_fits(few, "a card", 4 * GiB, law(batch_size=50))
-    assert "Parameters, gradients and optimizer state are 3.92 KiB of it:" in held
+    assert "parameters, gradients and optimizer state are 3.92 KiB:" in held
     light = law(batch_size=50, held={Category.PARAMETER: 100, Category.GRADIENT: 0})
     rest = nothing_fits(few, "a card", 4 * GiB, light)
     # An input of 5, 420 kept, 400 of outputs.
-    assert "825 bytes of it are activations" in rest
+    assert "activations and temporary memory of one sample are 825 bytes:" in rest

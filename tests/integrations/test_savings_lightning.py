@@ -276,8 +276,8 @@ def test_a_callback_without_savings_has_no_state_of_them(tmp_path):
         ({"amp": "fp16"}, "amp must be one of 16-mixed, bf16-mixed, got 'fp16'"),
         (
             {"checkpoint": 4},
-            "checkpoint must be True, the name of a module, several, or numbers of segments by "
-            "name, got 4",
+            "checkpoint must be True, the name of a module, a list of names, or a mapping from "
+            "names to numbers of segments, got 4",
         ),
     ],
 )

@@ -209,7 +209,18 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     assert peaks.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
     assert peaks.at(advice.largest + 1) > advice.budget_bytes
     assert "Simulated from a trace" in advice.sentence()
-    assert any("context is assumed to take 512.00 MiB" in text for text in advice.leaves_out)
+    counted = "other processes on the device (only the CUDA context is counted, with 512.00 MiB)"
+    assert counted in advice.leaves_out
+    of_a_rank = replace(predicted.device, communication_bytes=MiB)
+    advice = suggest(
+        measured=None,
+        predicted=prediction(16, device=of_a_rank),
+        capacity_bytes=SMALL_BYTES,
+        headroom=0,
+    )
+    assert any(
+        "only the CUDA context and NCCL are counted, with 513" in text for text in advice.leaves_out
+    )
     smaller = suggest(measured=None, predicted=predicted, capacity_bytes=SMALL_BYTES, headroom=0.05)
     assert smaller.largest < advice.largest
 

@@ -276,8 +276,8 @@ def test_an_error_of_ours_ends_the_recording_by_module_and_nothing_else(monkeypa
     monkeypatch.setattr(CpuMeter, "mark", fails)
     with pytest.warns(
         mc.MemoryWarning,
-        match=r"Memory by module is not recorded in this step: OSError: no reading\. The rest of "
-        r"the step is\.",
+        match=r"Memory by module is not recorded in this step: OSError: no reading\. All else "
+        r"is recorded\.",
     ):
         recorder = record(Perceptron(), vectors())
     assert recorder.modules is None

@@ -476,8 +476,8 @@ def test_a_block_that_changes_its_input_in_place_is_refused_when_it_runs():
 def test_what_is_no_name_is_refused(name):
     with pytest.raises(
         TypeError,
-        match=r"name must be the name of a module, a list of several, or numbers of segments by "
-        r"name, got .*Leave it",
+        match=r"name must be the name of a module, a list of names, or a mapping from names to "
+        r"numbers of segments, got .*Leave it",
     ):
         mc.checkpoint(convolutions(), name)
 

@@ -197,7 +197,8 @@ class OutOfMemoryReport(Printable):
         """The savings that would help; empty if none is known."""
         if not self.savings:
             return Document()
-        document = Document(self._savings_table())
+        how_to = Heading("How to turn each on, and what it changes:")
+        document = Document(self._savings_table(), how_to)
         for row in self.savings:
             changes = Paragraph(f"{row.saving}: {row.changes}" if row.changes else row.saving, 1)
             document = Document(document, changes, Code(row.line, 2))

@@ -81,8 +81,9 @@ class MemoryCallback(Callback):
     checkpoints are the same with and without the callback. On CUDA a step costs five reads of the
     allocator's counters. Values are logged at the Trainer's logging interval; the bytes held by
     category are counted on the steps of the first three updates and of every 50th after them. On a
-    CPU only the steps of the first three updates and of the logging interval are recorded; with a
-    short interval ever fewer of these, down to one in 50.
+    CPU only the steps of the first three updates and those that are logged are recorded. If the
+    logging interval is short, fewer and fewer of the logged steps are recorded after the tenth
+    update, down to one step in 50.
 
     Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
@@ -109,10 +110,10 @@ class MemoryCallback(Callback):
             with it (see `memcallback.fit_batch_size`). If none is found, a warning says why, and
             training goes on with the size as it is.
         accumulate: Gradient accumulation: batches for each update, as
-            `Trainer(accumulate_grad_batches=...)`; or a mapping from epochs to that number from
-            then on. The batch size stays the same: to keep the samples of an update, make it
-            smaller. If the last window has fewer batches, Lightning divides its loss by the same
-            number.
+            `Trainer(accumulate_grad_batches=...)`; or a mapping from an epoch to the number that
+            holds from that epoch on. The batch size stays the same: to keep the samples of an
+            update, make it smaller. If the last window has fewer batches, Lightning divides its
+            loss by the same number.
         amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; skipped steps
             are counted and reported (see `memcallback.amp`).
         checkpoint: True, or the modules to recompute in the backward pass (see
