@@ -28,6 +28,8 @@ _NOT_COMPILED = (
     "Compiled code was traced as it would run without compilation",
     "A compiled module was traced as it would run without compilation",
 )
+#: What the caveat says of a training that PyTorch stops (trace/patches/cuda_graphs.py).
+_STOPPED = "PyTorch refuses that with an error"
 
 
 def compilation(step: TrainingStep) -> Iterator[Saving]:
@@ -85,5 +87,5 @@ def activation_memory_budget(budget: float | None) -> Iterator[None]:
 
 
 def why_not_compiled(caveats: tuple[str, ...]) -> str | None:
-    """Why a step was predicted as without compilation; None if it was compiled."""
-    return next((caveat for caveat in caveats if caveat.startswith(_NOT_COMPILED)), None)
+    """Why a step does not run compiled, as predicted or as PyTorch stops it; None if it does."""
+    return next((one for one in caveats if one.startswith(_NOT_COMPILED) or _STOPPED in one), None)

@@ -396,6 +396,7 @@ class _Tracer:
 
     def _count_work(self) -> int:
         """Note the totals so far; gives the number of windows after which all are alike."""
+        self._mode.num_windows += 1
         self._num_flops.append(self._mode.num_flops)
         self._sent_bytes.append(self._mode.sent_bytes)
         return self._mode.num_windows_to_settle

@@ -55,6 +55,26 @@ def test_compiling_with_cuda_graphs_is_a_row_of_its_own():
     assert row.peak_allocated_bytes < plan["torch.compile"].peak_allocated_bytes
 
 
+class AgainstTheLast:
+    """A loss that keeps its output for the next step, where a replay has overwritten it."""
+
+    last = None
+
+    def __call__(self, model, batch):
+        output, last = model(batch), self.last
+        self.last = output.detach()
+        return (output if last is None else output - last).square().mean()
+
+
+def test_cuda_graphs_are_no_saving_where_pytorch_stops_the_training():
+    kept = mc.TrainingStep(
+        perceptron(), torch.zeros(512, 64), loss=AgainstTheLast(), optimizer=torch.optim.AdamW
+    )
+    plan = rows(mc.what_if(kept, device=CARD))
+    graphs = plan['torch.compile, mode="reduce-overhead"']
+    assert "uses a tensor that a CUDA graph returned in an earlier" in graphs.problem
+
+
 def test_a_budget_of_what_is_kept_is_a_row_of_a_compiled_step():
     plan = mc.what_if(step(torch.compile(perceptron())), device=CARD)
     found = rows(plan)

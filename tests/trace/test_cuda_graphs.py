@@ -124,6 +124,40 @@ def test_gradients_cannot_be_added_up():
     assert "Compile without them, or clone the tensor." in caveat
 
 
+def difference(model, batch):
+    return (model(batch) - model(batch * 2)).square().mean()
+
+
+def test_gradients_of_two_graphs_are_added_outside_of_the_pool():
+    batch = torch.zeros(1024, 1024)
+    twice = mc.TrainingStep(
+        with_graphs(perceptron()), batch, loss=difference, optimizer=torch.optim.AdamW
+    )
+    warm_up, _, *replays = peaks(mc.predict(twice, device=CARD))
+    # Measured as above.
+    assert warm_up == (172_234_240, 308_281_344)
+    assert [allocated for allocated, _ in replays] == [172_234_240] * 2
+
+
+class Later(nn.Module):
+    """Runs its compiled part from the second update on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.part, self.num_calls = nn.Linear(1024, 1024), with_graphs(perceptron()), 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        x = self.first(x)
+        return x if self.num_calls == 1 else self.part(x)
+
+
+def test_graphs_that_are_first_used_later_settle_later():
+    steps = peaks(mc.predict(step(Later()), device=CARD))
+    assert len(steps) == 5
+    assert steps[-1] == steps[-2] != steps[-3]
+
+
 class Writes(nn.Module):
     """Writes to its input."""
 
@@ -156,3 +190,8 @@ def test_work_on_the_host_cuts_a_graph_in_two():
     prediction = mc.predict(step(with_graphs(Numbers())), device=CARD)
     assert not said(prediction, "without a CUDA graph")
     assert peaks(prediction)[-1] == peaks(prediction)[-2]
+    # The first part is warmed up, recorded and replayed on its own, and so is the second.
+    assert (
+        prediction.peak_allocated_bytes
+        < mc.predict(step(Numbers()), device=CARD).peak_allocated_bytes
+    )

@@ -8,6 +8,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback.core.allocation_trace import Alloc
+from memcallback.core.units import MiB
 
 WIDTH = 64
 WHOLE_BYTES = WIDTH * WIDTH * 4
@@ -95,9 +96,9 @@ def requests_of(model, rows, operator):
 class FromPacked(nn.Module):
     """A product with packed weights, whose scales are quantized too."""
 
-    def __init__(self, operators):
+    def __init__(self, operators, block):
         super().__init__()
-        self.multiply = operators.gemm_4bit
+        self.multiply, self.block = operators.gemm_4bit, block
         self.scale = nn.Parameter(torch.ones(1))
         self.packed = torch.zeros(PACKED_BYTES, dtype=torch.uint8)
         self.scales = torch.zeros(WIDTH, dtype=torch.uint8)
@@ -106,15 +107,26 @@ class FromPacked(nn.Module):
     def forward(self, x):
         packed = [getattr(self, n).to(x.device) for n in ("packed", "scales_of_scales", "scales")]
         shape = [WIDTH, WIDTH]
-        y = self.multiply(x, packed[0], shape, packed[1], 64, "nf4", None, packed[2])
+        y = self.multiply(x, packed[0], shape, packed[1], self.block, "nf4", None, packed[2])
         return (y * self.scale).sum()
 
 
-@pytest.mark.parametrize(("rows", "unpacked"), [(4, []), (5, [WIDTH * 4, WIDTH * 4, WHOLE_BYTES])])
-def test_weights_of_4_bit_are_unpacked_for_more_than_four_rows(bitsandbytes, rows, unpacked):
-    once = [*unpacked, rows * WIDTH * 4]
-    found = requests_of(FromPacked(bitsandbytes), rows, "gemm_4bit")
-    assert [size for size in found if size != 32 << 20][: len(once)] == once
+UNPACKED = [WIDTH * 4, WIDTH * 4, WHOLE_BYTES]
+WORKSPACE = 32 * MiB
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "requests"),
+    [
+        (4, 64, [4 * WIDTH * 4]),
+        (5, 64, [*UNPACKED, 5 * WIDTH * 4, WORKSPACE]),
+        (4, 128, [*UNPACKED, 4 * WIDTH * 4, WORKSPACE]),
+    ],
+)
+def test_weights_of_4_bit_are_unpacked_where_bitsandbytes_does(bitsandbytes, rows, block, requests):
+    found = requests_of(FromPacked(bitsandbytes, block), rows, "gemm_4bit")
+    assert found[: len(requests)] == requests
+    assert (WORKSPACE in found) == (WORKSPACE in requests)
 
 
 class Packing(nn.Module):
@@ -132,3 +144,20 @@ def test_scales_are_allocated_before_what_they_scale(bitsandbytes):
     rows = 64
     found = requests_of(Packing(bitsandbytes), rows, "quantize_4bit")
     assert found[:2] == [rows * 4, rows * WIDTH // 2]
+
+
+def test_an_operator_of_another_library_with_that_name_is_an_ordinary_one():
+    library = torch.library.Library("another", "FRAGMENT")
+    library.define("gemm_4bit(Tensor x, Tensor scale) -> Tensor")
+    library.impl("gemm_4bit", lambda x, scale: x.new_empty(x.shape), "Meta")
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return (torch.ops.another.gemm_4bit(x, self.scale) * self.scale).sum()
+
+    assert requests_of(Calls(), 8, "gemm_4bit")[0] == 8 * WIDTH * 4
+    library._destroy()

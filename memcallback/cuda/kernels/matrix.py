@@ -22,8 +22,6 @@ _FACTORS = {
     "dot": 0,
     "vdot": 0,
     "_trilinear": 0,
-    # bitsandbytes, which unpacks the second: see libraries.py.
-    "gemm_4bit": 0,
 }
 
 
@@ -38,7 +36,7 @@ def uses_cublaslt(call: OpCall) -> bool:
 
     Inductor has it write into outputs with padded rows, which cuBLASLt is not asked for.
     """
-    if call.name == "gemm_4bit":
+    if call.operator == "bitsandbytes::gemm_4bit":  # it calls `linear`
         return call.by_name["bias"] is not None
     if call.name not in ("addmm", "_addmm_activation") or not uses_cublas(call):
         return False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import FakeTensor, sequence_nr, storage_id, use_count
 from memcallback.trace.dispatch.entries import Entry
@@ -82,6 +83,8 @@ class InPlace:
             return (
                 first
                 if alike
+                # The tree of CUDA graphs holds what its graphs return.
+                and entry.stream != GRAPH_POOL
                 and entry.node != sequence_nr(node)
                 and self._is_alone(first)
                 and _is_dense(first)

@@ -106,7 +106,8 @@ class TraceMode(FakeTensorMode):
             where nobody asks.
         follow_streams: Makes the stream current in which the running autograd node was made; None
             with a single stream.
-        num_windows_to_settle: Windows (updates, batches) after which all later ones are alike.
+        num_windows: Windows (updates, batches) that have run.
+        num_windows_to_settle: Windows after which all later ones are alike.
         is_capturing: Whether a CUDA graph is recorded.
         check_inputs: Called with the name and the inputs of each operator that is no view; None
             where nobody asks.
@@ -136,7 +137,7 @@ class TraceMode(FakeTensorMode):
         self._is_in_wrapper = False
         self._is_passed_on = False
         self._kernels = KernelWriter()
-        self.num_windows_to_settle = 1
+        self.num_windows, self.num_windows_to_settle = 0, 1
         self.is_capturing = False
         self.check_inputs: Callable[[str, Sequence[object]], None] | None = None
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -35,7 +35,6 @@ _READ_MEMORY = (
     "device_memory_used",
 )
 _CHANGE_MEMORY = (
-    "empty_cache",
     "reset_peak_memory_stats",
     "reset_accumulated_memory_stats",
     "reset_max_memory_allocated",
@@ -57,7 +56,7 @@ Functions = dict[str, Callable[..., Any]]
 
 def cuda_api_patches(device: DeviceSpec, streams: Streams) -> Iterator[Patch]:
     """Replace the functions that ask for devices, and those that would wait for one."""
-    memory = _memory_functions(device)
+    memory = {**_memory_functions(device), "empty_cache": streams.empty_cache}
     functions: list[tuple[Any, Functions]] = [
         (
             torch.cuda,
@@ -195,6 +194,11 @@ class Streams:
         """The current stream; in a backward pass that of the running node."""
         self._follow_node()
         return self._current
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`: the allocator releases its free segments."""
+        if self._mode.is_recording:
+            self._mode.ledger.empty_cache()
 
     def set(self, stream: Stream | None) -> None:
         """Make a stream the current one; None keeps the current one."""

@@ -43,8 +43,9 @@ _OUT_OF_ORDER = (
 _OVERWRITTEN = (
     "{} uses a tensor that a CUDA graph returned in an earlier forward or backward pass. PyTorch "
     "refuses that with an error, as the graph has overwritten it: the training would stop there. "
-    "This is so where gradients of several batches are added up, and where the optimizer has CUDA "
-    "graphs too. Compile without them, or clone the tensor."
+    "This is so where gradients of several batches are added up, where an output is kept for the "
+    "next step, and where the optimizer has CUDA graphs too. Compile without them, or clone the "
+    "tensor."
 )
 _REPLACED = (
     "A CUDA graph reads a tensor that was made anew since the graph was recorded. It was taken to "
@@ -198,8 +199,9 @@ class GraphTree:
         if self._is_open:
             return
         self._is_open = True
-        ledger = self._mode.ledger
-        self._mode.num_windows_to_settle = _NUM_CALLS_TO_SETTLE
+        mode, ledger = self._mode, self._mode.ledger
+        settled = mode.num_windows + _NUM_CALLS_TO_SETTLE
+        mode.num_windows_to_settle = max(mode.num_windows_to_settle, settled)
         ledger.empty_cache()
         with self._on_stream(GRAPH_STREAM):
             self._make_seeds()
