@@ -156,3 +156,21 @@ def test_work_on_the_host_cuts_a_graph_in_two():
     prediction = mc.predict(step(with_graphs(Numbers())), device=CARD)
     assert not said(prediction, "without a CUDA graph")
     assert peaks(prediction)[-1] == peaks(prediction)[-2]
+
+
+def convolutions():
+    layers = [nn.Conv2d(size, 256, 3, padding=1) for size in (128, 256)]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+
+
+def test_gradients_in_another_memory_format_are_copied_out_of_the_pool():
+    convolved = mc.TrainingStep(
+        with_graphs(convolutions()),
+        torch.zeros(8, 128, 32, 32),
+        loss=squares,
+        optimizer=torch.optim.SGD,
+    )
+    prediction = mc.predict(convolved, device=CARD)
+    # Inductor runs convolutions channels last, and a parameter's gradient is laid out as it is.
+    end = prediction.phases[mc.Phase.BACKWARD].end
+    assert end.by_category[mc.Category.GRADIENT] == 4 * 9 * 256 * (128 + 256)
