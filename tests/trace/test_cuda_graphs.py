@@ -191,7 +191,23 @@ def test_work_on_the_host_cuts_a_graph_in_two():
     assert not said(prediction, "without a CUDA graph")
     assert peaks(prediction)[-1] == peaks(prediction)[-2]
     # The first part is warmed up, recorded and replayed on its own, and so is the second.
-    assert (
-        prediction.peak_allocated_bytes
-        < mc.predict(step(Numbers()), device=CARD).peak_allocated_bytes
+    without = mc.predict(step(Numbers()), device=CARD)
+    assert prediction.peak_allocated_bytes < without.peak_allocated_bytes
+
+
+def convolutions():
+    layers = [nn.Conv2d(size, 256, 3, padding=1) for size in (128, 256)]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+
+
+def test_gradients_in_another_memory_format_are_copied_out_of_the_pool():
+    convolved = mc.TrainingStep(
+        with_graphs(convolutions()),
+        torch.zeros(8, 128, 32, 32),
+        loss=squares,
+        optimizer=torch.optim.SGD,
     )
+    prediction = mc.predict(convolved, device=CARD)
+    # Inductor runs convolutions channels last, and a parameter's gradient is laid out as it is.
+    end = prediction.phases[mc.Phase.BACKWARD].end
+    assert end.by_category[mc.Category.GRADIENT] == 4 * 9 * 256 * (128 + 256)

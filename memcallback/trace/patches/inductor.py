@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 
+from memcallback.core.torch_private import suggest_memory_format
 from memcallback.cuda.decompositions.registry import for_compiler, is_compiling
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.modes import without_modes
@@ -150,8 +151,20 @@ def _fake_patches() -> Iterator[Patch]:
     # `torch.tensor` would make its numbers on the device itself.
     yield FakeTensorMode, "avoid_device_init", property(lambda self: True)
     yield fake_tensor, "init_gpu_context", lambda device: None
+    yield torch._C, "_conv_determine_backend_memory_format", _convolution_format
     for kind in ("meta", "cuda", "cpu"):
         yield FakeTensor, f"is_{kind}", property(partial(_is_on, kind))
+
+
+def _convolution_format(
+    inputs: torch.Tensor, weight: torch.Tensor, backend: Any
+) -> torch.memory_format:
+    """The memory format of what cuDNN returns (`cudnn_conv_use_channels_last` in ConvUtils.h)."""
+    formats = {suggest_memory_format(inputs), suggest_memory_format(weight)}
+    for channels_last in (torch.channels_last, torch.channels_last_3d):
+        if channels_last in formats and inputs.dtype is not torch.float64:
+            return channels_last
+    return torch.contiguous_format
 
 
 def _is_on(kind: str, tensor: FakeTensor) -> bool:
