@@ -10,7 +10,7 @@ from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import whole_number
-from memcallback.prediction.search import budget, gap_sentence
+from memcallback.prediction.search import budget, gap_sentence, kept_free
 
 _NUM_RANKS_NAMED = 8
 
@@ -162,6 +162,13 @@ class BatchSizeAdvice(Printable):
             self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
         )
 
+    @property
+    def kept_free(self) -> str:
+        """What is kept free of the device: "5 %", or a size where `most_outside_bytes` is more."""
+        return kept_free(
+            self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
+        )
+
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
         """Exactly so many samples between two updates, in the largest batches that fit.
 
@@ -225,7 +232,7 @@ class BatchSizeAdvice(Printable):
         largest = self.largest_in_bounds
         times = f"{_times(self.multiple)}x the current {self.current_batch_size:,}"
         sentences = [
-            f"Largest batch size: {largest:,}{self._bound()} with {100 * self.headroom:g} % of "
+            f"Largest batch size: {largest:,}{self._bound()} with {self.kept_free} of "
             f"{format_bytes(self.capacity_bytes)} kept free."
         ]
         if self.architecture_of is not None:

@@ -9,8 +9,6 @@ from typing import Any, get_args
 
 #: The fraction of a device's memory that a suggested batch size leaves free.
 DEFAULT_HEADROOM = 0.05
-#: The same in words.
-KEPT_FREE = f"{100 * DEFAULT_HEADROOM:g} % kept free"
 #: Tensor cores work on tiles whose sides are multiples of 8 (NVIDIA, Matrix Multiplication
 #: Background User's Guide).
 DEFAULT_MULTIPLE = 8

@@ -93,7 +93,7 @@ def _efficient_attention(call: OpCall) -> Any:
     `_efficient_attention_forward` (attention.cu). They are empty here, since each fake is a CUDA
     tensor.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
     output, logsumexp, seed, offset, *rest = call.result
     return (output, logsumexp, seed.new_empty(0), offset.new_empty(0), *rest)

@@ -17,7 +17,7 @@ from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase, Stage
 from memcallback.core.units import brief_bytes, format_bytes
-from memcallback.core.validation import KEPT_FREE, whole_number
+from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import (
     CONTEXT_SEEN_BYTES,
     NCCL_BYTES,
@@ -44,6 +44,7 @@ from memcallback.prediction.search import (
     BatchReplays,
     Limits,
     gap_sentence,
+    kept_free,
 )
 from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
@@ -400,11 +401,19 @@ class Prediction(Printable):
         limits = f"{limit:,}"
         if not isinstance(self.device, HostSpec) and without_retry < limit:
             limits = f"{without_retry:,} without a retry, {limit:,} with retries"
+        device = self.device
+        assert device.capacity_bytes is not None
+        kept = kept_free(
+            device.capacity_bytes,
+            DEFAULT_HEADROOM,
+            device.outside_bytes,
+            device.most_outside_bytes,
+        )
         if self.largest_batch_size == limit:
-            largest = f"Largest batch size: {limit:,}, with or without {KEPT_FREE}"
+            largest = f"Largest batch size: {limit:,}, with or without {kept} kept free"
         elif self.largest_batch_size is not None:
             largest = (
-                f"Largest batch size: {self.largest_batch_size:,} with {KEPT_FREE}. "
+                f"Largest batch size: {self.largest_batch_size:,} with {kept} kept free. "
                 f"With nothing kept free: {limits}"
             )
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memcallback.core.step_memory import largest
+from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -123,6 +124,20 @@ def budget(
     if most_outside_bytes is None:
         return left_bytes
     return min(left_bytes, capacity_bytes - most_outside_bytes)
+
+
+def kept_free(
+    capacity_bytes: int,
+    headroom: float,
+    outside_bytes: int | None,
+    most_outside_bytes: int | None = None,
+) -> str:
+    """What `budget` keeps free, in words: the headroom, or the most that others may use."""
+    if most_outside_bytes is not None:
+        with_it = budget(capacity_bytes, headroom, outside_bytes, most_outside_bytes)
+        if with_it < budget(capacity_bytes, headroom, outside_bytes):
+            return format_bytes(most_outside_bytes)
+    return f"{100 * headroom:g} %"
 
 
 class Outcome(NamedTuple):

@@ -236,7 +236,7 @@ def _advice(report: Report) -> Iterator[Line]:
 
 
 def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
-    kept_free = f"{100 * advice.headroom:g} % kept free"
+    kept_free = f"{advice.kept_free} kept free"
     if advice.batch_size == 0:
         return f"not even one sample is sure to fit with {kept_free}"
     formula = isinstance(report.prediction, TextbookPrediction) and not advice.is_measured

@@ -245,7 +245,7 @@ class Plan(Printable):
             capacity = format_bytes(self.capacity_bytes)
             # The name of a card given by its size ends with the size.
             text += "" if text.endswith(capacity) else f" of {capacity}"
-            text += f", {100 * self.headroom:g} % kept free"
+            text += f", at least {100 * self.headroom:g} % kept free"
         if self.outside_bytes is not None:
             text += f", {format_bytes(self.outside_bytes)} in use outside the allocator"
         return text

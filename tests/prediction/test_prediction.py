@@ -239,6 +239,8 @@ def test_where_the_context_is_assumed_a_suggestion_leaves_the_largest_that_was_s
         for text in assumed.leaves_out
     )
     assert assumed.to_dict()["most_outside_bytes"] == GiB
+    assert " with 1024.00 MiB of 8.00 GiB kept free." in assumed.sentence()
+    assert " with 1024.00 MiB kept free. " in " ".join(predicted.verdict())
     more = advice(headroom=0.25)
     assert more.budget_bytes == 6 * GiB - 512 * MiB
     assert not any("kept free for it" in text for text in more.leaves_out)
