@@ -47,12 +47,7 @@ class Inference:
         return num_to_trace(self.step.num_batches, self.period)
 
     def run(self, after_each: Callable[[], int]) -> None:
-        """Run the batches.
-
-        Args:
-            after_each: Called after each; gives the number of batches after which the memory has
-                settled, as far as it is known by then.
-        """
+        """Run the batches; `after_each` gives after how many of them the memory has settled."""
         part = None
         if self.step.num_batches is not None:
             part = self.marks.repeated(self.step.num_batches, self.period)
