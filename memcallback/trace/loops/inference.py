@@ -47,7 +47,7 @@ class Inference:
         return num_to_trace(self.step.num_batches, self.period)
 
     def run(self, after_each: Callable[[], int]) -> None:
-        """Run the batches; `after_each` says after how many, as far as known, memory is steady."""
+        """Run the batches; `after_each` gives after how many of them the memory has settled."""
         part = None
         if self.step.num_batches is not None:
             part = self.marks.repeated(self.step.num_batches, self.period)
