@@ -618,8 +618,8 @@ class Prediction(Printable):
             left_bytes = device.capacity_bytes - device.communication_bytes - peak_bytes
             if self.fits and left_bytes < device.most_outside_bytes - device.communication_bytes:
                 yield (
-                    f"The step fits if they take no more than {format_bytes(left_bytes)} on your "
-                    "card."
+                    "The step fits if context and driver take no more than "
+                    f"{format_bytes(left_bytes)} on your card."
                 )
             if device.communication_bytes:
                 seen = " to ".join(map(format_bytes, NCCL_BYTES))

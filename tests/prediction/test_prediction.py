@@ -254,8 +254,9 @@ def test_a_step_that_fits_with_the_assumed_context_alone_says_so():
     assert not any("The step fits if" in text for text in predicted.caveats)
     close = predicted.at(predicted.limit_without_retry)
     left = 8 * GiB - max(step.peak_reserved_bytes for step in close.steps)
-    assert f"The step fits if they take no more than {format_bytes(left)} on your card." in (
-        close.caveats
+    assert (
+        f"The step fits if context and driver take no more than {format_bytes(left)} on your card."
+        in (close.caveats)
     )
 
 
