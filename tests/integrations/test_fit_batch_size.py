@@ -366,8 +366,8 @@ def test_where_not_one_sample_fits_it_is_said_what_would_help(tmp_path):
         RuntimeError,
         match=r"No batch size fits CPU: 1 is the smallest that was tried\. It takes 4\d\d\.\d\d "
         r"KiB, and 195\.00 KiB may be used of 200\.00 KiB\. "
-        r"Parameters, gradients and optimizer state are .* a smaller model, an optimizer with less "
-        r"state",
+        r"At the predicted peak, parameters, gradients and optimizer state are .* a smaller model, "
+        r"an optimizer with less state",
     ):
         fit(tmp_path, capacity="200KiB")
     with pytest.raises(RuntimeError, match=r"It ran out of memory, with 3\.90 MiB to use"):

@@ -102,12 +102,14 @@ class FromPacked(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.packed = torch.zeros(PACKED_BYTES, dtype=torch.uint8)
         self.scales = torch.zeros(WIDTH, dtype=torch.uint8)
-        self.scales_of_scales = torch.zeros(1)
+        self.scales_of_scales, self.offset = torch.zeros(1), torch.zeros(())
+        self.code = torch.zeros(256)
 
     def forward(self, x):
-        packed = [getattr(self, n).to(x.device) for n in ("packed", "scales_of_scales", "scales")]
+        names = ("packed", "scales_of_scales", "scales", "code", "offset")
+        packed, absmax, *nested = [getattr(self, name).to(x.device) for name in names]
         shape = [WIDTH, WIDTH]
-        y = self.multiply(x, packed[0], shape, packed[1], self.block, "nf4", None, packed[2])
+        y = self.multiply(x, packed, shape, absmax, self.block, "nf4", None, *nested)
         return (y * self.scale).sum()
 
 
