@@ -341,9 +341,12 @@ def estimate_from_trace(
     if predicted.step.stage is not Stage.TRAINING:
         leaves_out[0] = NOT_IN_A_STEP
     if outside_bytes is None and outside:
+        kept = ""
+        if most_outside is not None and budget_bytes < budget(capacity_bytes, headroom, outside):
+            kept = f"; {format_bytes(most_outside)} are kept free"
         leaves_out.append(
             f"other processes on the device (only {_assumed(device)} counted, with "
-            f"{format_bytes(outside)}{_kept_for_it(budget_bytes, capacity_bytes, most_outside)})"
+            f"{format_bytes(outside)}{kept})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")
@@ -369,13 +372,6 @@ def estimate_from_trace(
         architecture_of=_architecture_of(predicted, capacity_bytes),
         caveats=predicted.device.caveats,
     )
-
-
-def _kept_for_it(budget_bytes: int, capacity_bytes: int, most_outside: int | None) -> str:
-    """What a suggestion keeps free for the context, where that is more than the headroom."""
-    if most_outside is None or budget_bytes < capacity_bytes - most_outside:
-        return ""
-    return f"; {format_bytes(most_outside)} are kept free for it"
 
 
 def _architecture_of(predicted: Prediction, capacity_bytes: int) -> str | None:
