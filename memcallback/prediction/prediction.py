@@ -527,7 +527,7 @@ class Prediction(Printable):
 
     @property
     def warm_up(self) -> StepMemory:
-        """The first step of its stage: gradients and optimizer state come into being in it."""
+        """The stage's first step; in training it creates gradients and optimizer state."""
         return next(step for step in self.steps if step.stage is self.step.stage)
 
     @property
