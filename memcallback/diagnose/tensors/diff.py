@@ -232,7 +232,7 @@ class TensorDiff(Printable):
         notes = []
         if self._device.type == "cpu":
             notes.append(
-                "A CPU has no allocator statistics, so storages that are not found do not count."
+                "A CPU has no allocator statistics, so storages that are not found are not counted."
             )
         if not READS_SAVED and not self._ledger:
             notes.append(

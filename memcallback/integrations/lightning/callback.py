@@ -582,7 +582,7 @@ class MemoryCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The peaks over the life of the training, and the state of our GradScaler."""
         state: dict[str, Any] = dict(self._restored_peaks)
-        with faults_as_warnings("The checkpoint lacks peaks of the memory so far."):
+        with faults_as_warnings("The checkpoint lacks the memory peaks recorded so far."):
             if self.recorder is not None:
                 state = dict(self.recorder.history.peaks_to_dict())
         with faults_as_warnings("The checkpoint lacks the state of amp's GradScaler."):
@@ -592,7 +592,7 @@ class MemoryCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the peaks and the GradScaler of a checkpoint."""
-        with faults_as_warnings("The peaks in the checkpoint cannot be continued."):
+        with faults_as_warnings("The memory peaks in the checkpoint cannot be used."):
             self._restored_peaks = {
                 name: None if peak is None else operator.index(peak)
                 for name, peak in state_dict.items()
