@@ -140,8 +140,9 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         "",
         f"Of {len(rows)} pairs of a program and a card of {CAPACITY}, {num_right} are right: the "
         "suggestion and the limit without a retry train without a retry, the limit trains, and one "
-        f"sample more runs out of memory. Given the size alone (device='{CAPACITY}'), the largest "
-        f"batch is predicted to be at most that limit without a retry on {num_safe}.",
+        f"sample more runs out of memory. If only the size of the card is given (device="
+        f"'{CAPACITY}'), the predicted largest batch is at most the limit without a retry in "
+        f"{num_safe} pairs.",
         "",
     ]
     lines += [f"- {name}: {text}" for name, text in about.items()]
