@@ -26,6 +26,7 @@ from machine import command, driver, not_reported, results_folder, today
 from torch.utils._pytree import tree_map_only
 
 import memcallback as mc
+from memcallback.core.units import MiB
 
 NUM_UPDATES = 4
 
@@ -192,7 +193,7 @@ def error(row: dict[str, dict[str, int]], what: str) -> float:
 
 
 def summary(rows: dict[str, dict[str, dict[str, int]]]) -> str:
-    """How many steps are exact and how many are near, in one sentence."""
+    """How many steps are exact and how many are near, and how much compiling adds at most."""
     sentences = []
     for what, near in (("allocated", 0.01), ("reserved", 0.03)):
         errors = [abs(error(row, what)) for row in rows.values()]
@@ -200,7 +201,15 @@ def summary(rows: dict[str, dict[str, dict[str, int]]]) -> str:
         sentences.append(
             f"{what}: {exact} exact, {close} within {near:.0%}, most {max(errors):.2%} off"
         )
-    return f"{len(rows)} steps, beside the warm process. " + "; ".join(sentences) + "."
+    first, last = (
+        max(row["cold"][what] - row["predicted"][what] for row in rows.values())
+        for what in ("reserved_first", "reserved")
+    )
+    return (
+        f"{len(rows)} steps, beside the warm process. {'; '.join(sentences)}. The cold process "
+        f"reserved at most {first / MiB:.0f} MiB more than predicted in the first update, "
+        f"{last / MiB:.0f} MiB in the fourth."
+    )
 
 
 if __name__ == "__main__":
