@@ -189,6 +189,12 @@ class Ledger:
         )
         self.free(old)
 
+    def replace(self, storage: torch.UntypedStorage, operator: str, node: int) -> None:
+        """Record that an operator copies a storage, which is then freed."""
+        self.resize(storage)
+        if (entry := self._by_storage.get(storage_id(storage))) is not None:
+            entry.operator, entry.node = operator, node
+
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Set category and module of tensors' storages, once they are known."""
         for module, tensor in tensors:
