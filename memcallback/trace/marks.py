@@ -116,10 +116,19 @@ class TraceMarks:
         else:
             if len(text) > _MAX_CHARACTERS:
                 text = f"{text[:_MAX_CHARACTERS].rstrip()} ..."
-            text = f"{type(error).__name__}: {text}. {hint}"
+            text = f"{type(error).__name__}: {text}. {self._assumed_shape()}{hint}"
         failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {text}")
         failure.__notes__ = [_ON_FAKES]
         return failure
+
+    def _assumed_shape(self) -> str:
+        """The last operator that got the largest possible shape, on which other code may fail."""
+        if not self._mode.open_shapes:
+            return ""
+        return (
+            f"Before, {self._mode.open_shapes[-1]} had a shape that depends on values, and the "
+            "largest possible was assumed. "
+        )
 
     def _failed_module(self, error: BaseException) -> str | None:
         """The innermost module whose call the error went through."""

@@ -74,6 +74,8 @@ _NUMBERS = frozenset(
 _MAX_KEPT_NUMBERS = 65_536
 CUDA = torch.device("cuda", 0)
 _OUTPUTS = OutputCache()
+_LARGEST = "{} has a shape that depends on values: the largest possible was assumed"
+_OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken"
 
 
 _MIXED = (
@@ -112,6 +114,7 @@ class TraceMode(FakeTensorMode):
         is_capturing: Whether a CUDA graph is recorded.
         check_inputs: Called with the name and the inputs of each operator that is no view; None
             where nobody asks.
+        open_shapes: The operators for whose results the largest possible shape was taken.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into
             tensors.
     """
@@ -129,6 +132,7 @@ class TraceMode(FakeTensorMode):
         self.num_flops = self.sent_bytes = 0
         self.modules: Callable[[int], str] | None = None
         self.follow_streams: Callable[[], None] | None = None
+        self.open_shapes: list[str] = []
         self.keeps_numbers = False
         self.in_flight = InFlight()
         self.values = KnownValues()
@@ -451,6 +455,10 @@ class TraceMode(FakeTensorMode):
 
     def _of_open_shape(self, call: OpCall) -> Any:
         """The largest result of an operator with an open shape, else that of known values."""
+        known = self.values.shaped(call) if self.values.decide_shapes else None
+        if known is not None:
+            self.assumed[_OF_THIS_BATCH.format(call.operator)] = None
+            return known
         try:
             result = placeholder_result(call, self.bounds)
         except NoPlaceholder:
@@ -458,8 +466,8 @@ class TraceMode(FakeTensorMode):
             if result is None:
                 raise
             return result
-        text = "has a shape that depends on values: the largest possible was assumed"
-        self.assumed[f"{call.operator} {text}"] = None
+        self.assumed[_LARGEST.format(call.operator)] = None
+        self.open_shapes.append(call.operator)
         return result
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:
