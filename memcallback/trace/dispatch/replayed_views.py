@@ -41,7 +41,7 @@ class ReplayedViews:
             return
         if call.op.is_view:
             if replayed is not None and replayed[0]() is first:
-                (view,) = call.outputs
+                view = call.outputs[0]
                 if _layout(view) == replayed[1]:
                     self._nodes.add(next_sequence_nr() - 1)
                 else:
