@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memcallback as mc
+from memcallback.core.allocation_trace import phase_events
 
 CARD = "24GiB"
 LENGTHS = torch.tensor([3, 9, 5, 7])
@@ -473,3 +474,21 @@ def test_code_that_fails_on_any_shape_says_so_with_the_largest():
         r"values, and the largest possible was assumed\. Give a step without it",
     ):
         mc.predict(step, device="24GiB")
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
+@pytest.mark.parametrize(("kind", "dtype"), [("int64", None), ("int32", torch.int64)])
+def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype):
+    array = pytest.importorskip("numpy").full(300, 2, dtype=kind)
+
+    def loss(model, batch):
+        made = make(array, dtype=dtype, device=batch.device)
+        more = torch.zeros(int(made.sum()), 8, device=batch.device)  # its values are known
+        return model(batch).sum() + 0 * more.sum()
+
+    step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
+    prediction = mc.predict(step, device="24GiB")
+    events = prediction.trace.at(4).events
+    *_, forward = phase_events(events, mc.Phase.FORWARD)
+    made = [event.size_bytes for event in forward if getattr(event, "size_bytes", 0) >= 1200]
+    assert made == [300 * 8, 600 * 8 * 4]
