@@ -240,10 +240,10 @@ def to_markdown(
         "",
     ]
     lines += [
-        "The peaks of the steps and of their phases. The error is signed where a sign stands: "
-        "positive where the prediction is too high. Under-estimated: predicted lower than "
-        "measured, by a byte or more. The stated bound: the upper end of the band within which a "
-        f"report calls a prediction right, {ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and "
+        "The peaks of the steps and of their phases. Errors with a sign are positive where the "
+        "prediction is too high. Under-estimated: predicted lower than measured, by a byte or "
+        "more. Above the stated bound: lower than measured by more than a report allows when it "
+        f"calls a prediction right, {ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and "
         f"{RESERVED_SHARE:.0%} for reserved.",
         "",
         *peaks,

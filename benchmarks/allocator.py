@@ -246,8 +246,8 @@ def judged(rows: Sequence[Row]) -> dict[str, bool]:
         f"replay of {longest.num_events:,} events of training: at least "
         f"{LEAST_EVENTS_PER_SECOND:,} a second": longest.events_per_second
         >= LEAST_EVENTS_PER_SECOND,
-        f"no history takes more than {MOST_OVER_N_LOG_N} times what n log n would, from the "
-        "shortest of its kind on": all(
+        f"time over n log n, n the events of a history, is at most {MOST_OVER_N_LOG_N} times that "
+        "of the shortest history of its kind": all(
             row.over_n_log_n <= MOST_OVER_N_LOG_N for row in rows if row.way != "bare loop"
         ),
     }

@@ -214,22 +214,24 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     lines += [
         f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and "
         f"{len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. Asked: training at "
-        f"the suggestion never runs out of memory, and it is at least {LEAST_SHARE:.0%} of what "
-        "trains on a card of the capacity less the headroom. "
-        f"**{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion is "
-        f"{_range(shares)} of that.",
+        "the suggestion never runs out of memory, and the suggestion is at least "
+        f"{LEAST_SHARE:.0%} of the largest size that *trains* on a card that is smaller by the "
+        f"headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion "
+        f"is {_range(shares)} of that size.",
         "",
-        f"Of what gets by there, with retries and smaller workspaces, it is {_range(at_all)}, and "
-        f"at least {LEAST_SHARE:.0%} in {sum(share >= LEAST_SHARE for share in at_all)} pairs. "
-        "What lies between is left out on purpose: there the allocator runs short.",
+        "The largest size that *gets by* on that smaller card needs retries or smaller workspaces. "
+        f"The suggestion is {_range(at_all)} of it, and at least {LEAST_SHARE:.0%} in "
+        f"{sum(share >= LEAST_SHARE for share in at_all)} pairs. Sizes between the two are not "
+        "suggested on purpose: there the allocator runs short.",
         "",
-        "Of the whole card, with nothing kept free: the limit without a retry is "
-        f"{_range(without_retry)} of what trains, the limit at all {_range(limits)} of what gets "
-        "by; it falls behind where PyTorch takes a convolution's next algorithm because the "
-        "workspace of the first cannot be had.",
+        "On the whole card, with nothing kept free, the limit without a retry is "
+        f"{_range(without_retry)} of the largest size that *trains*, and the limit with retries is "
+        f"{_range(limits)} of the largest that *gets by*. The second is below 100% where PyTorch "
+        "runs a convolution with its next algorithm, because the workspace of the first does not "
+        "fit.",
         "",
         "`benchmarks/batch_size.py` says what *trains* and *gets by* mean. Share: the suggestion "
-        "in parts of what trains with the same headroom.",
+        "divided by the largest size that trains with the same headroom.",
         "",
         "| configuration | card | GiB | suggestion | trains, less headroom | share | gets by, "
         "less headroom | limit without a retry | trains | limit | gets by |",
@@ -238,12 +240,13 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "",
         "## Side by side, on the whole card",
         "",
-        "Share: the size in parts of what trains on the whole card; above 1 the allocator runs "
-        "short. Trials and OOMs are those of one search, in the median. Untested: sizes given "
-        "that the search never ran. Left changed: on a CPU, where values are real; of a model "
-        "from outside of Accelerate's function, when the attempt begins that fits.",
+        "Share: the size divided by the largest that trains on the whole card; above 1 the "
+        "allocator runs short. Trials and OOMs are those of one search, in the median. Untested: "
+        "sizes given that the search never ran. Left changed: what a search leaves changed, seen "
+        "on a CPU, where values are real; with Accelerate, in a model made outside of the function "
+        "that it calls, when the attempt that fits begins.",
         "",
-        "| | failed | share, median | least | largest | out of memory | short to the last | "
+        "| | failed | share, median | least | largest | out of memory | short in the last update | "
         "untested | trials | OOMs | left changed |",
         "|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|",
         *map(_summary_row, summaries),

@@ -151,8 +151,8 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
     lines += [
         "Bytes in the fourth update, peak allocated / reserved. Cold: in the process that "
         "compiled. Warm: in one that found its code in Inductor's cache. First: the most that the "
-        "compiling process reserved in its first update, as a share of what is predicted of it. "
-        "Most: the most that is reserved in the first four updates, predicted / warm.",
+        "compiling process reserved in its first update, as a share of the prediction for that "
+        "update. Most: the most reserved in the first four updates, predicted / warm.",
         "",
         summary(rows),
         "",
@@ -180,7 +180,9 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
     left = [name for name in CASES if name not in rows and name not in problems]
     if left:
         lines += ["", f"Not run: {'; '.join(left)}."]
-    lines += not_reported(["Allocated in the second and third update.", "Choices by measuring."])
+    lines += not_reported(
+        ["Allocated in the second and third update.", "What PyTorch chooses by measuring."]
+    )
     (folder / "compiled.md").write_text("\n".join(lines) + "\n")
 
 

@@ -98,6 +98,11 @@ def squares(model: Any, batch: torch.Tensor) -> Any:
     return model(batch).float().square().mean()
 
 
+def difference(model: Any, batch: torch.Tensor) -> Any:
+    """A loss that calls the model twice, so that gradients of two graphs are added up."""
+    return (model(batch) - model(2 * batch)).square().mean()
+
+
 def next_word(model: Any, batch: torch.Tensor) -> Any:
     """A loss of a decoder."""
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -187,6 +192,7 @@ CASES: dict[str, Case] = {
     "perceptron, bf16": _perceptron("bf16-mixed"),
     "perceptron, 16": _perceptron("16-mixed"),
     "perceptron, batch 1000": _perceptron(batch=partial(_rows, 1000)),
+    "perceptron, called twice": _perceptron(loss=difference),
     "perceptron, compiled AdamW too": _perceptron(optimizer=CompiledAdamW),
     "language head, whole loss": Case(
         partial(nn.Linear, 256, 5000),
@@ -238,6 +244,7 @@ CASES: dict[str, Case] = {
     "perceptron, bf16, graphs": _perceptron("bf16-mixed", compiled=with_graphs),
     "perceptron, 16, graphs": _perceptron("16-mixed", compiled=with_graphs),
     "perceptron, batch 1000, graphs": _perceptron(batch=partial(_rows, 1000), compiled=with_graphs),
+    "perceptron, called twice, graphs": _perceptron(loss=difference, compiled=with_graphs),
     "language head, whole loss, graphs": Case(
         partial(nn.Linear, 256, 5000),
         partial(_rows, 2048, 256),

@@ -229,7 +229,7 @@ def to_markdown(
         *(f"- {name}: {text}" for name, text in about.items()),
         "",
     ]
-    lines += ["| asked of the first | found | met |", "|:---|---:|:---|"]
+    lines += ["| asked of the real device | found | met |", "|:---|---:|:---|"]
     lines += [
         f"| {bar.asked} | {bar.found} | {'yes' if bar.is_met else '**no**'} |" for bar in bars
     ]

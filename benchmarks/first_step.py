@@ -39,7 +39,7 @@ from machine import (
     today,
 )
 
-NOT_REPORTED = ("Later steps beside the prediction.", "When the prediction arrives.")
+NOT_REPORTED = ("Later steps while the prediction runs.", "When the prediction arrives.")
 
 
 class _FirstStepIsOver(BaseException):

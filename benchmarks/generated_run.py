@@ -49,9 +49,9 @@ CHECKS = {
     "card": "test_a_prediction_for_a_card_holds_together",
 }
 NOT_REPORTED = (
-    "How many of the programs are alike: with one seed all checks draw the same, and each seed "
-    "begins with the smallest; the others are drawn from more than 10^12.",
-    "Programs beyond those that `tests/generated.py` can say: one to six layers of a few kinds, "
+    "How many of the programs are alike: with one seed all checks draw the same programs, and each "
+    "seed begins with the smallest program; the others are drawn from more than 10^12.",
+    "Programs beyond those that `tests/generated.py` can draw: one to six layers of a few kinds, "
     "batches of two to nine samples, no Lightning.",
     "Peaks inside a phase on a CPU; anything measured on a device.",
 )

@@ -122,7 +122,7 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
         known = [error for error in errors if error is not None]
         lines.append(
             f"- {label}: error from {min(known):+.1f} % to {max(known):+.1f} %, in the median "
-            f"{statistics.median(known):+.1f} %, its size in the median "
+            f"{statistics.median(known):+.1f} %, without signs in the median "
             f"{statistics.median(map(abs, known)):.1f} % ({len(known)} of {len(rows)})"
         )
     cells = [

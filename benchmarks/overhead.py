@@ -327,8 +327,8 @@ def to_markdown(rows: list[Row], about: dict[str, str]) -> str:
         )
     lines += [
         "",
-        "The quotient is the median of the rounds' quotients. Where both costs are within the "
-        "quartiles, it says nothing.",
+        "The column over DeviceStatsMonitor's is the median of the rounds' quotients of the two "
+        "costs. It says nothing where both costs are within the quartiles.",
     ]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"

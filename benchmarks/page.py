@@ -206,8 +206,8 @@ def main() -> None:
     lines += [f"- {key}: {value}" for key, value in environment.items()]
     lines += [
         "",
-        "| step | events | page, MB | shown after, s | slowest, s | picture, more than of an empty "
-        "page, s | written in, s of processor time |",
+        "| step | events | page, MB | shown after, s | slowest, s | picture, s more than an empty "
+        "page | written in, s of processor time |",
         "|:---|---:|---:|---:|---:|---:|---:|",
     ]
     lines += [

@@ -48,13 +48,13 @@ MODELS = {"gpt2": (4, 1), "resnet50": (32, 2)}
 CPU_LENGTH = 128
 NUM_WARM_UP_STEPS = 3
 NOT_REPORTED = (
-    "the table of the modules, which is added up when it is asked for: that is in no step's time",
+    "the time to add up the table of the modules: it is added up on request, outside of the steps",
     "what the readings themselves take of the host's memory",
 )
 HOST_ALONE = (
-    "A step is the host's part alone here, since kernels do nothing: on a card it runs beside the "
-    "kernels, and costs time only as far as it is longer than they are. What it comes to there was "
-    "not measured."
+    "Here a step is only the work of the host, since kernels do nothing. On a card the host works "
+    "while kernels run, and costs time only where it takes longer than they do. That time was not "
+    "measured."
 )
 
 

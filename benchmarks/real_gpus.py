@@ -40,7 +40,7 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "The peft measurements that are known, which are not built anew yet.",
+    "The published peft measurements: their programs have not been rebuilt yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )

@@ -74,7 +74,7 @@ TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md of 2024"
 NOT_REPORTED = (
     "Tensor, pipeline and context parallel jobs, torch.compile and float8, in which most public "
     "reports of 70 and 405 billion parameters are made.",
-    "What NCCL takes outside the allocator; the reports' figures are the allocator's too.",
+    "What NCCL takes outside the allocator, which the reports' figures leave out too.",
 )
 
 

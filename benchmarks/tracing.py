@@ -97,8 +97,8 @@ MOST_FOR_LARGE = {"7 B": (30.0, 2 << 30), "70 B": (90.0, 3 << 30)}
 MOST_OVER_N_LOG_N = 1.5
 MOST_CURVE_SECONDS = 1.0
 NOT_REPORTED = (
-    "Fake tensors of a CUDA device under MemTracker: a machine without a GPU cannot make them. It "
-    "sees the steps as a CPU runs them.",
+    "Fake tensors of a CUDA device under MemTracker: a machine without a GPU cannot make them, so "
+    "MemTracker sees the steps as a CPU runs them.",
     "Reserved memory and workspaces by MemTracker: it has neither.",
 )
 
@@ -461,8 +461,8 @@ def judged(
         ),
         *(criterion for name, one in larges.items() for criterion in _judged_large(name, one)),
         Criterion(
-            asked=f"no trace takes more than {MOST_OVER_N_LOG_N:g} times what n log n would, n its "
-            "events, from the smallest of its row on",
+            asked="time over n log n, n the events of a trace, is at most "
+            f"{MOST_OVER_N_LOG_N:g} times that of the smallest trace in its table",
             found=f"at most {over:.2f} times",
             is_met=over <= MOST_OVER_N_LOG_N,
         ),
@@ -586,9 +586,9 @@ def to_markdown(
     ]
     lines += [
         "",
-        "Reserved peaks, each replayed to the byte. Every block and segment is rounded, so that "
-        f"no line goes through all of them: how far one is off was looked at in {NUM_TIMED} "
-        f"sizes, from {LARGEST // NUM_TIMED} to {LARGEST:,}.",
+        "Reserved peaks, each replayed to the byte. They are not on straight lines, because every "
+        "block and segment is rounded. How far a line between two sizes is off was checked at "
+        f"{NUM_TIMED} sizes, from {LARGEST // NUM_TIMED} to {LARGEST:,}.",
         "",
         "Not reported:",
         "",

@@ -315,7 +315,7 @@ def to_markdown(points: Points) -> list[str]:
         "Two updates of a Llama-like model on the meta device, once, each in a process of its "
         "own. Seconds are the processor's; memory is the largest resident size of the process, of "
         f"which PyTorch and the model are at least {format_bytes(min(_before(points)))}. Not run "
-        f"(-): what would take more than {LONG_SECONDS} s, by the value before.",
+        f"(-): what would take more than {LONG_SECONDS} s, estimated from the row above.",
     ]
     powers = exponents(points)
     for row, by_value in points.items():

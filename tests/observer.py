@@ -61,14 +61,16 @@ class UsesEveryRandomSource(training.Automatic):
         return loss
 
 
-def run(tmp_path, *, with_callback, accelerator, callback=None, **options):
+def run(tmp_path, *, with_callback, accelerator, callback=None, prepare=None, **options):
     """Everything that a training leaves: weights, optimizer state, random states, logged values,
-    checkpoint.
+    checkpoint. `prepare` is called with the module before.
     """
     seed_everything(1234, verbose=False)
     AVERAGE.zero_()
     TEACHER.reset_running_stats()
     module, memo = UsesEveryRandomSource(), Memo()
+    if prepare:
+        prepare(module)
     callbacks = [callback or MemoryCallback()] if with_callback else []
     loop = training.trainer(
         tmp_path, callbacks, accelerator=accelerator, max_epochs=2, logger=memo, **options

@@ -230,8 +230,8 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         (
             "some_models",
             "1",
-            "'some_models' names nothing to load. Write a module or its file, a colon and a name "
-            "in it",
+            "'some_models' names nothing to load. Write a Python module or its file, a colon, and "
+            "the name of an object in it",
         ),
         (
             "some_models:seven",

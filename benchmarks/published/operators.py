@@ -24,7 +24,7 @@ ROWS = Path(__file__).parent / "operators.csv"
 SOURCE = "linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv"
 #: What of a configuration differs between rows of one operator and card.
 _VARIED = ("dtype", "sweep_dim", "seq_len", "batch_size", "hidden_size", "kernel_size", "dilation")
-_NOT_BUILT = "its program is not built anew yet"
+_NOT_BUILT = "its program has not been rebuilt yet"
 
 
 class Repeated(nn.Module):

@@ -76,15 +76,15 @@ class BatchSizeAdvice(Printable):
         capacity_bytes: The device's memory.
         outside_bytes: Memory of it used outside this process's allocator; None if unknown, and
             then counted as 0.
-        most_outside_bytes: The most that may be used there, where it is assumed; None where it was
-            measured.
+        most_outside_bytes: The most memory that may be used outside the allocator, if
+            `outside_bytes` is assumed; None if it was measured.
         headroom: The fraction of the capacity that is kept free.
         is_measured: Whether the peaks are those of a measured step of this training on this device;
             else they are predicted.
         basis: Where the peaks come from, in a sentence without its period.
         leaves_out: What is not included, as parts of a sentence.
-        architecture_of: The card whose architecture decided workspaces and kernels, where only a
-            capacity was given; None for a card's own.
+        architecture_of: The card whose architecture was assumed for workspaces and kernels, if only
+            a capacity was given; else None.
         caveats: What else was assumed of the device, one sentence each.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were
             asked for; the advice itself is for the longest.
@@ -132,13 +132,13 @@ class BatchSizeAdvice(Printable):
 
     @property
     def largest_in_bounds(self) -> int:
-        """The most samples that are sure to fit, and at most what is wanted and the dataset has."""
+        """The most samples that are sure to fit, within `max_batch_size` and the dataset."""
         most = self.bounds.most
         return self.largest if most is None else min(self.largest, most)
 
     @property
     def has_whole_dataset(self) -> bool:
-        """Whether a rank's whole share of the dataset is sure to fit, and no more is wanted."""
+        """Whether a rank's whole share of the dataset fits and is within `max_batch_size`."""
         share = self.bounds.share_of_dataset
         return share is not None and share == self.largest_in_bounds
 
@@ -149,7 +149,7 @@ class BatchSizeAdvice(Printable):
 
     @property
     def multiple(self) -> float:
-        """How many times the current batch size the suggestion is."""
+        """The suggestion divided by the current batch size."""
         return self.batch_size / self.current_batch_size
 
     @property
@@ -164,7 +164,7 @@ class BatchSizeAdvice(Printable):
 
     @property
     def kept_free(self) -> str:
-        """What is kept free of the device: "5 %", or a size where `most_outside_bytes` is more."""
+        """How much of the device is kept free: "5 %", or `most_outside_bytes` if that is more."""
         return kept_free(
             self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
         )

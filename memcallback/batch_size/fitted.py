@@ -155,8 +155,8 @@ class FittedBatchSize(Printable):
     Attributes:
         batch_size: That size.
         previous_batch_size: The batch size before the search.
-        predicted_batch_size: The size that was predicted to fit before anything ran, whatever the
-            data allow; None if none was.
+        predicted_batch_size: The size that was predicted to fit before anything ran, even if the
+            data have fewer samples; None if none was predicted.
         trials: The sizes that were run, in order.
         device_name: The device.
         capacity_bytes: The memory that was planned for.
@@ -166,7 +166,7 @@ class FittedBatchSize(Printable):
         counts: Which memory is meant: `reserved`, on a CPU `allocated`.
         num_updates: Optimizer updates in each trial.
         has_validation: Whether validation was part of each trial.
-        notes: What else the person should know, one sentence each.
+        notes: What else to know, one sentence each.
         train_dataloaders: Where the loaders were given, copies with that batch size, to train with;
             else None.
     """

@@ -58,18 +58,20 @@ def suggest_batch_size(
 ) -> BatchSizeAdvice:
     """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
 
-    A trace at that size verifies it. If the step does something else at that size, the size is
-    predicted again from this trace. If the step differs at each batch size, each size that is tried
-    is traced, some six to ten; the result is exact below 64 samples, and within 2 % above.
+    A trace at that size verifies it. If this trace shows that the step runs differently there, the
+    size is predicted again from this trace. If the step runs differently at each batch size, each
+    size that is tried is traced, some six to ten; the result is exact below 64 samples, and within
+    2 % above.
 
-    For a size of memory alone, the step is predicted with two architectures, an A100's and an
-    H100's, whose libraries take workspaces of different sizes. The advice is the smaller one.
+    If `device` is only a size of memory, the step is predicted with two architectures, an A100's
+    and an H100's, whose libraries take workspaces of different sizes. The advice is the smaller
+    one.
 
-    All ranks of a job have one batch size, the smallest of what each could have alone. Each stage
-    of a pipeline is predicted (its batch size is that of a microbatch), and so is a rank on each
-    kind of device. In other jobs the step's own rank represents all. If a function makes the
-    pipeline, nobody knows how many copies of the pipeline train on batches of their own: give that
-    number as `world_size`, by default one.
+    All ranks of a job have one batch size, the smallest of what each could have alone. In a
+    pipeline each stage is predicted (its batch size is that of a microbatch); on several kinds of
+    devices, one rank on each kind; else the step's own rank represents all. If a function makes the
+    pipeline, it is unknown how many copies of the pipeline train on batches of their own: give
+    that number as `world_size`, by default one.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.
@@ -81,15 +83,16 @@ def suggest_batch_size(
         max_batch_size: The largest batch size to suggest.
         dataset_size: Samples in the dataset, shared by all ranks.
         world_size: How many ranks train with a batch of their own; the batch size is that of one.
-            By default as in the step's `ranks`, or the number of devices. If the step has no
-            `ranks`, buckets as large as its gradients are added (DistributedDataParallel).
+            By default as in the step's `ranks`, or the number of devices. With several ranks and
+            a step without `ranks`, DistributedDataParallel is assumed, and buckets as large as the
+            gradients are added.
         measured: A steady step of this training on this device. If it needs more than predicted,
             the predicted curve is raised to it.
         sequence_lengths: The lengths of samples or of buckets; or a data loader, whose batches are
             read for their lengths and put into at most eight buckets. The batch size is for the
             longest; `by_sequence_length` of the advice has one for each length. The step must know
             its `sequence_length`.
-        validation: The validation, `after` the step, which runs at the same batch size: the advice
+        validation: An `InferenceStep(..., after=step)` that runs at the same batch size: the advice
             is for the largest size that fits in both. It has a `sequence_length` of its own.
         progress: As for `predict`.
         isolate: As for `predict`.
@@ -101,11 +104,11 @@ def suggest_batch_size(
     Raises:
         PredictionError: As `predict`; also if only the step's own batch size can be traced, or
             every batch size fits.
-        TypeError: If a number is not one.
+        TypeError: If an argument that must be a number is not one.
         ValueError: As `predict`; also if a number is out of range, `sequence_lengths` is empty,
             `measured` is not a steady step measured on a device of this kind or is given for
-            several kinds of ranks, the number of devices is not that of ranks, or the validation
-            is not `after` the step.
+            several kinds of ranks, the number of devices is not that of ranks, or `validation` was
+            not made with `after=step`.
     """
     devices, is_list = listed_devices(step, device)
     both = [architectures(one) for one in devices]

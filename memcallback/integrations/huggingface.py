@@ -65,7 +65,7 @@ _SEVERAL_DEVICES = (
 
 
 class MemoryTrainerCallback(TrainerCallback):
-    """Records device memory in each phase of a Hugging Face Trainer's steps, beside a prediction.
+    """Records memory by phase in a Hugging Face Trainer's steps, and compares it to a prediction.
 
     It also suggests the largest batch size.
 

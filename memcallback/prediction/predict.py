@@ -34,13 +34,13 @@ def predict(
     For a CUDA device, the figures are those that its allocator would show; for a CPU, those of the
     live tensors.
 
-    The step is traced on a copy of fake tensors, three times for a prediction that knows every
+    The step is traced on a copy with fake tensors, three times for a prediction that knows every
     batch size, eight times for one that knows other sequence lengths too. That runs the step's own
     Python code, without its computations, in a child process that cannot change anything outside of
     itself: no variable, file, connection or random number generator of this program.
 
-    For a size of memory alone, the step is predicted with two architectures, an A100's and an
-    H100's, as `suggest_batch_size` does. The prediction is the one that leaves less room.
+    If `device` is only a size of memory, the step is predicted with two architectures, an A100's
+    and an H100's, as `suggest_batch_size` does. The prediction is the one that leaves less room.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.
@@ -57,9 +57,9 @@ def predict(
             line; elsewhere a new line comes every ten seconds. `lambda done, num_all: None` prints
             nothing.
         isolate: Whether to trace in a child process. False, for debuggers, runs the step's code in
-            this process, as always on systems other than Linux. What the code changes outside of
-            the model then stays changed. The environment variable `MEMCALLBACK_ISOLATE=0` does the
-            same.
+            this process; so does any system other than Linux. What the code changes outside of the
+            model then stays changed. The environment variable `MEMCALLBACK_ISOLATE=0` does the
+            same as False.
         timeout_s: Seconds, above 0, after which the child is killed.
 
     Returns:

@@ -172,8 +172,8 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
     first = traces.at(batch_size, sequence_length)
     if not traces.has_samples:
         caveat = (
-            f"{ONLY} {batch_size} is predicted: no tensor of the batch has that first dimension, "
-            "so none can be made larger."
+            f"{ONLY} {batch_size} is predicted: no tensor of the batch has {batch_size} as its "
+            "first dimension, so the batch cannot be made larger."
         )
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
     at = functools.cache(

@@ -527,7 +527,7 @@ class Prediction(Printable):
 
     @property
     def warm_up(self) -> StepMemory:
-        """The first step of its stage: gradients and optimizer state come into being in it."""
+        """The stage's first step; in training it creates gradients and optimizer state."""
         return next(step for step in self.steps if step.stage is self.step.stage)
 
     @property
@@ -631,15 +631,15 @@ class Prediction(Printable):
                 yield f"The allocator's setting {name} is not simulated."
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
-                "To save time, the search for the largest batch sizes left out some repetitions of "
-                "the step, so these sizes can be too large. The figures of this batch size are "
-                "complete."
+                "To save time, the search for the largest batch sizes left out some of the batches "
+                "or tokens that the step repeats, so these sizes can be too large. The figures of "
+                "this batch size do not depend on that search."
             )
         elif self.trace.thinned() is not self.trace:
             yield (
-                "The batch sizes given as the largest were checked with all repetitions of the "
-                "step, and fit; slightly larger ones may fit too. To save time, the peaks of other "
-                "sizes leave out some repetitions, so they can be too low."
+                "The batch sizes given as the largest were checked with all batches or tokens that "
+                "the step repeats, and fit; slightly larger ones may fit too. To save time, the "
+                "peaks of other batch sizes leave out some of them, so they can be too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (

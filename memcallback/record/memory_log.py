@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class MemoryLog:
     """Predicts a loop's step, logs it and recorded steps to TensorBoard, and prints reports.
 
-    Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags),
-    counted in optimizer updates. A report is printed once the first steady step is known, and one
+    Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags), whose
+    steps are optimizer updates. A report is printed once the first steady step is known, and one
     line when the log is closed. In a job of several processes only rank zero writes and prints,
     including the range over the ranks; make the log after the process group.
 

@@ -72,8 +72,8 @@ class MemoryRecorder:
     `begin_step`).
 
     Args:
-        model: The model or models, for the split by category; on a CPU, for any value but the
-            resident size.
+        model: The model or models. The split by category needs them; on a CPU, so does every value
+            but the resident size.
         optimizer: The optimizer or optimizers, for their state, and to know which steps made an
             update; without any, each optimizer step counts as one.
         device: The device to read; by default the model's, else the current accelerator, else the
@@ -83,8 +83,8 @@ class MemoryRecorder:
             `MemoryCallback`).
         use_profiler: Whether a CPU is read through PyTorch's profiler; else, and while another
             profile of PyTorch runs, only the resident size is read. A process can have one
-            profile at a time, and ours gives way. A later one with `profile_memory=True` also sees
-            the releases of what was allocated in sampled steps.
+            profile at a time, and ours gives way. A profile that starts later with
+            `profile_memory=True` also shows when memory allocated in sampled steps is released.
         per_module: Whether sampled steps are also read wherever another module begins to run,
             forward and backward (see `modules`). Each reading takes about 50 µs on the host
             (benchmarks/per_module.py); other steps have no hooks.
@@ -187,10 +187,10 @@ class MemoryRecorder:
 
         A step begins when a model is called in training mode and with gradients. It ends when each
         optimizer has made its update; under gradient accumulation, when the next batch comes. A
-        forward pass without a backward pass belongs to the step of the next one. If a batch has
-        several backward passes that are to be one step (a GAN), put its body into `with
-        recorder.step(batch):`; phases are still marked inside it. `torch.autograd.grad` counts to
-        the phase in which it is called.
+        forward pass without a backward pass belongs to the step of the next forward pass. If a
+        batch has several backward passes that are to be one step (a GAN), put the loop's body into
+        `with recorder.step(batch):`; phases are still marked inside it. `torch.autograd.grad`
+        counts towards the phase in which it is called.
 
         Args:
             model: The model or models that the loop calls, besides those of the recorder.
@@ -381,7 +381,7 @@ class MemoryRecorder:
         If memory runs out in it, a report is printed to stderr.
 
         Args:
-            batch: The batch, to count its storages as input and its samples.
+            batch: The batch: its storages count as input, and its samples are counted.
             batch_size: Samples in the batch; by default inferred from it.
 
         Raises:
@@ -469,10 +469,10 @@ class MemoryRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Whether this step is to be logged, and so to be recorded also where otherwise
-                only sampled steps are recorded, as on a CPU. Recording costs milliseconds there, so
-                fewer and fewer of these steps are recorded: after the tenth update at most every
-                second step, after the twentieth every third, and so on, down to one in 50.
+            sample: Whether this step will be logged. On a CPU, where else only sampled steps are
+                recorded, such a step is recorded too. Recording costs milliseconds there, so fewer
+                and fewer of these steps are recorded: after the tenth update at most every second
+                step, after the twentieth every third, and so on, down to one in 50.
 
         Raises:
             RuntimeError: If a step is open already.
@@ -579,7 +579,7 @@ class MemoryRecorder:
     # Out of memory.
 
     def failed(self, error: BaseException | None) -> None:
-        """Report an error that goes through the loop, if memory ran out; each error once.
+        """Report an error of the loop if it says that memory ran out; each error once.
 
         Listeners print and write the report. Without any it is printed to stderr.
 

@@ -14,8 +14,8 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 _NOTABLE_PCT = 1.0
 _NOTABLE_BYTES = MiB
 _ON_CPU = (
-    "on a CPU, scratch memory inside operators is not predicted, and what another thread releases "
-    "is still counted"
+    "on a CPU, scratch memory inside operators is not predicted, and memory that another thread "
+    "releases still counts as allocated"
 )
 
 

@@ -133,7 +133,7 @@ def _saved_rows(
             measured.peak_reserved_bytes,
         ),
     )
-    rows = [_heading(f"saved against a step of {without.batch_size:,} samples")]
+    rows = [_heading(f"saved, against {without.batch_size:,} samples without savings")]
     for label, before, after, real in peaks:
         if before is not None and after is not None and real is not None:
             rows.append((f"{_INDENT}peak {label} without", format_bytes(before), "", "", ""))

@@ -117,7 +117,7 @@ class Report(Printable):
         if self.prediction:
             lines.extend(self.prediction.caveats)
         if self.device.unavailable:
-            lines.append(f"Of the device: {self.device.unavailable}.")
+            lines.append(f"Some values of the device are missing: {self.device.unavailable}.")
         return (*lines, *self.notes)
 
     def details(self) -> Document:

@@ -49,8 +49,8 @@ def checkpoint(
     - Each block of an `nn.ModuleList`, or of a list, is checkpointed.
     - Any other named module is checkpointed as one block.
 
-    Buffers other than the running statistics of norm layers are copied until the backward pass,
-    since a module may change its own (spectral norm, codebooks).
+    Copies of buffers, other than the running statistics of norm layers, are kept until the backward
+    pass, since a module may change its buffers (spectral norm, codebooks).
 
     Args:
         model: The model, which may be wrapped by DistributedDataParallel; or a list of its blocks.

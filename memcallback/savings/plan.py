@@ -79,7 +79,7 @@ class PlanRow:
             collectives; 0 on one device.
         changes: What it changes in the numbers that training computes.
         line: The line to paste into a program.
-        problem: Why it could not be predicted, or does not work with this model; empty if it does.
+        problem: Why it could not be predicted, or does not work with this model; else empty.
         fits: Whether it is predicted to fit the device; None if it could not be predicted.
     """
 
@@ -124,8 +124,8 @@ class Plan(Printable):
         device_name: The device.
         capacity_bytes: Its memory; None if unknown.
         headroom: The fraction of it that the largest batch sizes keep free.
-        outside_bytes: Bytes of it used outside this process's allocator; None if unknown, and the
-            device's context is kept free.
+        outside_bytes: Bytes of it used outside this process's allocator; None if unknown: then room
+            for the device's context is kept free.
         architecture_of: The card whose architecture was assumed, if only a size was given.
         caveats: What was assumed of the step as it is.
     """
@@ -174,7 +174,7 @@ class Plan(Printable):
         return tuple(row for row in self.rows if row.group == group and self.helps(row))
 
     def is_best(self, row: PlanRow) -> bool:
-        """Whether it has the smallest peak of several in its group that help."""
+        """Whether several savings of its group help, and this one has the smallest peak."""
         helping = self.helping(row.group)
         return len(helping) > 1 and row is helping[0]
 

@@ -104,7 +104,7 @@ def check_sequence_length(sequence_length: object, batch: object) -> int:
     length = whole_number(
         "sequence_length",
         sequence_length,
-        f"Shorter ones are traced to predict others. {hint}",
+        f"To predict other lengths, shorter sequences are traced too. {hint}",
         least=MIN_SEQUENCE_LENGTH,
     )
     sizes = {size for tensor in tensors_in(batch) for size in tensor.shape[1:]}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memcallback.step.training_step import TrainingStep
 
 
-TARGET_HELP = "a module or its file, a colon and a name in it"
+TARGET_HELP = "a Python module or its file, a colon, and the name of an object in it"
 
 
 class UsageError(Exception):

@@ -19,7 +19,7 @@ from memcallback.step.training_step import TrainingStep
 
 #: A function of the model and the batch that returns the outputs.
 Forward = Callable[[Any, Any], Any]
-#: Whether autograd follows the forward pass.
+#: Whether autograd records the forward pass.
 GradMode = Literal["inference_mode", "no_grad", "grad"]
 #: Which outputs the loop keeps while the next batch runs.
 Kept = Literal["none", "last", "all"]
@@ -37,11 +37,11 @@ class InferenceStep(Step):
             `model(batch)`; a mapping whose keys are arguments of the model's `forward` is passed as
             `model(**batch)`.
         generate: Arguments of a transformers model's `generate`, with `max_new_tokens`; the batch
-            has the others, such as `input_ids`. It is assumed that no sequence ends earlier.
+            has the others, such as `input_ids`. Each sequence is assumed to get `max_new_tokens`.
         precision: As for `TrainingStep`; a mixed one is autocast around the forward pass.
         batch_size: As for `TrainingStep`.
         sequence_length: As for `TrainingStep`; for `generate` the length of the prompt.
-        mode: `inference_mode`, `no_grad`, or `grad` if autograd follows the forward pass.
+        mode: `inference_mode`, `no_grad`, or `grad` if autograd records the forward pass.
         keep_outputs: Which outputs the loop keeps while the next batch runs: those of the `last`
             batch, as `outputs = model(batch)` in a loop does; those of `all` batches, as a list on
             the device does; or `none`.
@@ -49,8 +49,8 @@ class InferenceStep(Step):
             last batch is predicted. By default the second batch is predicted, and a caveat says how
             much each further one adds.
         after: The training that comes before on the same device, as a step of the same model: its
-            parameters, gradients, optimizer state and cached memory are there. The model is then
-            set to evaluation mode for the forward pass.
+            parameters, gradients, optimizer state and cached memory are still there. With `after`,
+            the forward pass runs in evaluation mode.
         frees_gradients: Whether the training's gradients are freed before the forward pass.
         also: As for `TrainingStep`.
 
@@ -226,7 +226,7 @@ class InferenceStep(Step):
         have one length. The gradients of a training are freed before the evaluation.
 
         Args:
-            trainer: A `transformers.Trainer`; its model, arguments and the two functions are read.
+            trainer: A `transformers.Trainer`; its model, arguments and both functions are read.
             inputs: One batch of its evaluation, by name.
             num_batches: Batches of the evaluation, counted over all ranks, because each rank keeps
                 the results of all. With `eval_accumulation_steps` a rank keeps the results of at

@@ -33,8 +33,8 @@ Parallelize = Callable[..., Any]
 class Ranks:
     """A distributed job with one device per rank, and which of its ranks to predict.
 
-    A rank's allocations are traced, not computed: PyTorch's own engines run on a model of fake
-    tensors, in a process group of that size that sends nothing.
+    A rank's allocations are traced, not computed by a formula: PyTorch's own code for the strategy
+    runs on a model of fake tensors, in a process group of `world_size` ranks that sends nothing.
 
     - `ddp`: `torch.nn.parallel.DistributedDataParallel`, buckets and communication hooks included.
     - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost
@@ -42,15 +42,15 @@ class Ranks:
       dimensions this is HSDP: replicas over the first, shards over the second.
     - `tensor_parallel`: `torch.distributed.tensor.parallel.parallelize_module` with a `plan`.
     - `pipeline`: a schedule of `torch.distributed.pipelining` over `n_microbatches`. The step's
-      batch is one microbatch, as with accumulation. Its loss is that of the whole model, and every
-      rank has all microbatches on its device.
-    - A function `(model, mesh, **options)` that does what the training does, and returns the model
-      if it is another object. It must leave the model on the device. It may return a schedule of
-      `torch.distributed.pipelining`; then the step's loss is called with the schedule and all
-      microbatches, and must call `schedule.step` as this rank does.
+      batch is one microbatch, as with accumulation. The step's loss is that of the whole model, and
+      every rank has all microbatches on its device.
+    - A function `(model, mesh, **options)` that parallelizes the model as your training does. It
+      must leave the model on the device, and return it if it is a new object. It may return a
+      schedule of `torch.distributed.pipelining` instead; then the step's loss is called with the
+      schedule and all microbatches, and must call `schedule.step` as this rank does.
 
-    A model on a CPU is moved to the device as the engine does it. A model on the meta device is
-    moved there after it was sharded (`to_empty`).
+    A model on a CPU is moved to the device by the strategy, as in a real job. A model on the meta
+    device is sharded first, then moved to the device (`to_empty`).
 
     Args:
         world_size: How many ranks there are, at least 1.
@@ -141,7 +141,7 @@ class Ranks:
 
     @property
     def num_updates_to_settle(self) -> int:
-        """The number of updates until they repeat.
+        """The number of updates after which each further one allocates the same.
 
         2 for DistributedDataParallel, which rebuilds its buckets in the second update, and for a
         function, which may do so; else 1.
@@ -160,7 +160,7 @@ class Ranks:
 
     @property
     def unlike(self) -> tuple[int, ...]:
-        """The ranks with different memory: all of a pipeline; else this one represents all."""
+        """The ranks to predict: all of a pipeline; else this one, which represents all."""
         return tuple(range(self.world_size)) if self.strategy == "pipeline" else (self.rank,)
 
     def as_rank(self, rank: int) -> Ranks:
@@ -185,8 +185,8 @@ class Ranks:
             device_type: `cuda` or `cpu`.
 
         Returns:
-            The model's replacement, with its parameters on the device. A `Pipeline` has no forward
-            pass but `step(loss, batch)`, which runs both passes of all microbatches.
+            The model's replacement, with its parameters on the device. For a pipeline it has no
+            forward pass; its `step(loss, batch)` runs both passes of all microbatches.
 
         Raises:
             PipelineError: For a pipeline with a PyTorch that is too old for it.

@@ -37,11 +37,12 @@ class TrainingStep(Step):
         optimizer: An optimizer of this model, several of them, or a function from parameters to a
             new one; None for none.
         precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`,
-            `bf16-true` or `64-true`. Only the mixed ones change anything here: a model of another
-            dtype already has that dtype. With `16-mixed` a GradScaler scales the loss.
+            `bf16-true` or `64-true`. Only the mixed ones have an effect here, which is autocast;
+            for the others the model must already have that dtype. With `16-mixed` a GradScaler
+            scales the loss.
         batch_size: Samples in the batch; inferred from it by default.
-        sequence_length: How long the batch's sequences are. To predict other lengths, they replace
-            this size wherever a tensor of the batch has it, except in the first dimension.
+        sequence_length: How long the batch's sequences are. To predict another length, each
+            dimension of this size in the batch's tensors is resized to it, except the first one.
         accumulate: Batches whose gradients are summed before an update, at least 1.
         clip_grad_norm: The largest norm of all gradients together
             (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
@@ -49,9 +50,9 @@ class TrainingStep(Step):
             for no clipping.
         ranks: The distributed job that trains the step, and which of its ranks to predict; None for
             one device.
-        also: What else is on the device that the step does not use: a list of modules or of tensors
-            in containers, such as an average of the weights, or a mapping from names to them.
-            Modules that the loss reaches by a variable (a teacher) are found without it.
+        also: What the device holds and the step does not use, such as an average of the weights: a
+            list of modules or of containers of tensors, or a mapping from names to them. Modules
+            that the loss reaches through a variable (a teacher) are found without it.
         keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
             call until the next one has returned, as `outputs = model(batch)` in a loop does; or
             `none`, as `loss = criterion(model(batch), targets)` does.
@@ -146,7 +147,7 @@ class TrainingStep(Step):
 
     @property
     def given_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The user's optimizers of this model, without functions that make one."""
+        """The user's optimizers of this model; functions that make one are left out."""
         passed = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
         return tuple(each for each in passed if isinstance(each, torch.optim.Optimizer))
 

@@ -134,7 +134,7 @@ def test_where_it_was_predicted_to_fit_something_else_holds_memory():
         shortage=OomMemoryState(),
         expected=scattered,
     )
-    assert "fits, but not with fragmentation" in report.sentences()[0]
+    assert "would fit, but not with fragmentation" in report.sentences()[0]
 
 
 def row(saving, peak_gib, fits, problem=""):

@@ -180,7 +180,7 @@ def test_the_report_has_what_they_save_predicted_and_measured(tmp_path):
         saved.report.without_savings.peak_allocated_bytes == plain.prediction.peak_allocated_bytes
     )
     text = saved.report.to_text()
-    assert "saved against a step of 512 samples" in text
+    assert "saved, against 512 samples without savings" in text
     before, after = plain.prediction.peak_allocated_bytes, saved.prediction.peak_allocated_bytes
     row = next(line for line in text.splitlines() if "saved, allocated" in line)
     assert format_bytes(before - after) in row

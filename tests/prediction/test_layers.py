@@ -393,8 +393,8 @@ def test_the_model_is_not_touched_and_no_hook_stays():
 def test_an_operator_that_reads_values_is_named_with_its_module_and_the_way_out(read, operator):
     with pytest.raises(
         ValueError,
-        match=rf"The operator {operator} in module '0.1' reads the values .* Leave it out of the "
-        r"forward pass",
+        match=rf"The operator {operator} in module '0.1' reads the values .* Let the model skip "
+        r"it, for instance",
     ):
         layers(nn.Sequential(nn.Sequential(nn.Identity(), DataDependent(read))), input_size=(2, 8))
 

@@ -394,7 +394,8 @@ def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
     )
     predicted = mc.predict(step, device="24GiB")
     assert any(
-        "no tensor of the batch has that first dimension" in caveat for caveat in predicted.caveats
+        "no tensor of the batch has 7 as its first dimension" in caveat
+        for caveat in predicted.caveats
     )
     with pytest.raises(UnknownBatchSize):
         predicted.at(1600)

@@ -180,8 +180,8 @@ def test_a_length_that_cannot_be_is_refused():
         TrainingStep(nn.Linear(2, 2), torch.ones(2), sequence_length=8)
     with pytest.raises(
         ValueError,
-        match=r"sequence_length must be at least 4, got 3. Shorter ones are traced to predict "
-        r"others. Give",
+        match=r"sequence_length must be at least 4, got 3. To predict other lengths, shorter "
+        r"sequences are traced too. Give",
     ):
         make_step(3, sequence_length=3)
     with pytest.raises(ValueError, match="sequence_length must be at least 4, got 2"):

@@ -149,7 +149,9 @@ def test_what_is_unknown_is_not_available_and_the_reason_is_said():
     made = report(device=DeviceMemory(unavailable="NVML is not available: no driver"))
     assert row(made, "capacity")[3] == "n/a"
     assert row(made, "non-PyTorch")[3] == "n/a"
-    assert "Of the device: NVML is not available: no driver." in made.lines()
+    assert (
+        "Some values of the device are missing: NVML is not available: no driver." in made.lines()
+    )
 
 
 def test_without_a_prediction_there_are_no_columns_for_one():

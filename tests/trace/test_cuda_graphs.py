@@ -106,6 +106,22 @@ def test_gradients_that_the_next_forward_pass_finds_are_freed_by_it():
     assert not said(prediction, "refuses")
 
 
+def test_graphs_that_share_no_memory_are_named(prediction):
+    options = {"triton.cudagraphs": True, "triton.cudagraph_trees": False}
+    alone = mc.predict(step(torch.compile(perceptron(), options=options)), device=CARD)
+    # 471,143,936 and 545,259,520 B were measured as above.
+    assert peaks(alone) == peaks(prediction)
+    (caveat,) = said(alone, "triton.cudagraph_trees=False")
+    assert caveat.endswith("allocated and reserved are too low.")
+    assert not said(prediction, "cudagraph_trees")
+
+
+def test_what_graphs_need_of_pytorch_is_not_needed_without_them(monkeypatch):
+    monkeypatch.delattr("torch._inductor.output_code.log_cudagraph_skip_and_bump_counter")
+    assert said(mc.predict(step(torch.compile(perceptron())), device=CARD), "Compiled code is")
+    assert said(mc.predict(step(with_graphs(perceptron())), device=CARD), "without compilation")
+
+
 def test_a_forward_pass_alone_is_predicted_as_it_ran_on_a_device():
     model = with_graphs(perceptron())
     forward = mc.InferenceStep(model, torch.zeros(4096, 1024), mode="inference_mode")

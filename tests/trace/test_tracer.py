@@ -302,7 +302,7 @@ def test_a_product_with_a_matrix_on_the_host_is_told_of_where_a_device_refuses_i
         return (model(x) @ on_host).sum()
 
     step = mc.TrainingStep(nn.Linear(64, 64), torch.zeros(16, 64), loss=loss)
-    told = "aten::mm takes a matrix on the host and one on the device, which a device refuses"
+    told = "aten::mm takes a matrix on the host and one on the device, which is an error"
     assert any(told in caveat for caveat in mc.predict(step, device="NVIDIA H200").caveats)
     assert not any(told in caveat for caveat in mc.predict(step, device="cpu").caveats)
 

@@ -238,7 +238,7 @@ class _Suspect:
             num_steps = int(float(f"{free_bytes / self.bytes_per_step:.2g}"))
             full = f" At this rate the device is full in about {num_steps:,} steps."
         if self.keeps_graph:
-            rule = "Tensors that keep their autograd graph are needed for one step only."
+            rule = "An autograd graph is needed for one step only, and these tensors keep theirs."
             hint = _CUT_GRAPH if is_graph_of_other else _KEEP_NUMBERS
         else:
             rule = _WILL_FILL_DEVICE

@@ -106,7 +106,10 @@ class OutOfMemoryReport(Printable):
                 module = f"module {place.module!r}" if place.module else "the root module"
             joint = " next to " if place.is_near else " in "
             sentences.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
-        for name, line in (("Your line", place.line), ("Its forward line", place.forward_line)):
+        for name, line in (
+            ("Your line", place.line),
+            ("Line of the forward pass", place.forward_line),
+        ):
             if line is not None:
                 sentences.append(f"{name}: {line}: {line.text}" if line.text else f"{name}: {line}")
         if self.batch:
@@ -139,8 +142,8 @@ class OutOfMemoryReport(Printable):
             ]
         if peak.fits is False and shortfall is not None and shortfall <= 0:
             return [
-                f"{text}. The sum of its tensors fits, but not with fragmentation: see reserved "
-                "but unallocated."
+                f"{text}. The tensors alone would fit, but not with fragmentation: see the row "
+                "'reserved but unallocated'."
             ]
         return [f"{text}."]
 

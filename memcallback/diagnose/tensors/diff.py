@@ -47,7 +47,7 @@ class TensorDiff(Printable):
 
     Storages are found through all objects that Python knows, and from PyTorch 2.11 on through what
     autograd saved for the backward pass. The rest of the allocator's memory is shown as
-    unattributed. A storage is compared by identity, so a new one at the same address is a new one.
+    unattributed. Storages are compared by identity: one that reuses an old address counts as new.
 
     Args:
         model: The model or models that name parameters, gradients and saved tensors; by default
@@ -232,7 +232,7 @@ class TensorDiff(Printable):
         notes = []
         if self._device.type == "cpu":
             notes.append(
-                "A CPU has no allocator statistics, so storages that are not found do not count."
+                "A CPU has no allocator statistics, so storages that are not found are not counted."
             )
         if not READS_SAVED and not self._ledger:
             notes.append(

@@ -73,17 +73,18 @@ _NO_SAVINGS = "Training goes on without the savings that could not be applied."
 
 
 class MemoryCallback(Callback):
-    """Records device memory in each phase of each training step, beside a prediction.
+    """Records device memory in each phase of each training step, and compares it to a prediction.
 
     It also suggests the largest batch size.
 
-    Without a saving the training does not change: weights, losses, random numbers, metrics and
-    checkpoints are the same with and without the callback. On CUDA a step costs five reads of the
-    allocator's counters. Values are logged at the Trainer's logging interval; the bytes held by
-    category are counted on the steps of the first three updates and of every 50th after them. On a
-    CPU only the steps of the first three updates and those that are logged are recorded. If the
-    logging interval is short, fewer and fewer of the logged steps are recorded after the tenth
-    update, down to one step in 50.
+    The training does not change: weights, losses, random numbers, metrics and checkpoints are the
+    same with and without the callback, unless you turn on `fit_batch_size` or one of the savings
+    `accumulate`, `amp` and `checkpoint`. On CUDA a step costs five reads of the allocator's
+    counters. Values are logged at the Trainer's logging interval; the bytes in each category are
+    counted on the steps of the first three updates and of every 50th after them. On a CPU only the
+    steps of the first three updates and those that are logged are recorded. If the logging interval
+    is short, fewer and fewer of the logged steps are recorded after the tenth update, down to one
+    step in 50.
 
     Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
@@ -111,9 +112,9 @@ class MemoryCallback(Callback):
             training goes on with the size as it is.
         accumulate: Gradient accumulation: batches for each update, as
             `Trainer(accumulate_grad_batches=...)`; or a mapping from an epoch to the number that
-            holds from that epoch on. The batch size stays the same: to keep the samples of an
-            update, make it smaller. If the last window has fewer batches, Lightning divides its
-            loss by the same number.
+            holds from that epoch on. The batch size stays the same: make it smaller to keep the
+            number of samples in an update. If an epoch ends with an update of fewer batches,
+            Lightning still divides their loss by the full number.
         amp: Mixed precision, `16-mixed` or `bf16-mixed`, by Lightning's own plugin; skipped steps
             are counted and reported (see `memcallback.amp`).
         checkpoint: True, or the modules to recompute in the backward pass (see
@@ -132,9 +133,10 @@ class MemoryCallback(Callback):
             goes on, and the prediction is there some steps later.
         isolate: Whether to predict in a child process, as `memcallback.predict` does.
         timeout_s: Seconds, above 0, after which the child is killed.
-        verbose: How much is printed. 0: nothing, and warnings stay warnings. 1: a report of about
-            18 lines after the first steady step, and one line at the end, or more if something has
-            changed since. 2: also the long tables, by module too, and all that was assumed.
+        verbose: How much is printed. 0: nothing, but Python warnings are still given. 1: a report
+            of about 18 lines after the first steady step, and one line at the end, or more if
+            something has changed since. 2: also the long tables, by module too, and all that was
+            assumed.
 
     The savings `accumulate`, `amp` and `checkpoint` hold for one fit; afterwards Trainer and module
     are as before.
@@ -142,7 +144,7 @@ class MemoryCallback(Callback):
     Attributes:
         recorder: The recorder of the current or last fit; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
-        plan: The step predicted with each saving, with `what_if`.
+        plan: If `what_if` is on, the step predicted with each saving.
         validation: The prediction of a validation step after the training step, from the largest
             batch of the sanity check; None without one, and until the prediction is there. The
             report says which of the two needs more.
@@ -580,7 +582,7 @@ class MemoryCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The peaks over the life of the training, and the state of our GradScaler."""
         state: dict[str, Any] = dict(self._restored_peaks)
-        with faults_as_warnings("The checkpoint lacks peaks of the memory so far."):
+        with faults_as_warnings("The checkpoint lacks the memory peaks recorded so far."):
             if self.recorder is not None:
                 state = dict(self.recorder.history.peaks_to_dict())
         with faults_as_warnings("The checkpoint lacks the state of amp's GradScaler."):
@@ -590,7 +592,7 @@ class MemoryCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the peaks and the GradScaler of a checkpoint."""
-        with faults_as_warnings("The peaks in the checkpoint cannot be continued."):
+        with faults_as_warnings("The memory peaks in the checkpoint cannot be used."):
             self._restored_peaks = {
                 name: None if peak is None else operator.index(peak)
                 for name, peak in state_dict.items()

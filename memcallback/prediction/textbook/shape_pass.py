@@ -120,8 +120,8 @@ def shape_pass(
             raise
         raise ValueError(
             f"The operator {operator} in module {recorder.module_name!r} reads the values of a "
-            "tensor, and fake tensors have none. Leave it out of the forward pass, for instance "
-            "behind an argument of the model, or tabulate the submodules around it."
+            "tensor, and fake tensors have none. Let the model skip it, for instance if an "
+            "argument of the model says so, or tabulate the submodules around it."
         ) from error
     return recorder.table()
 

@@ -79,9 +79,9 @@ _OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was 
 
 
 _MIXED = (
-    "{} takes a matrix on the host and one on the device, which a device refuses. The one on the "
-    "host was not counted. Move it to the device in the step. If your program has it on the "
-    "device already when the step begins, name the module that has it: "
+    "{} takes a matrix on the host and one on the device, which is an error on a CUDA device. The "
+    "matrix on the host was not counted. Move it to the device in the step. If your program has it "
+    "on the device already when the step begins, name the module that has it: "
     "TrainingStep(..., also=[...])."
 )
 

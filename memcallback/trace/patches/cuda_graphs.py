@@ -38,7 +38,7 @@ _NUM_CALLS_TO_SETTLE = 3
 _OPERATOR = "a CUDA graph"
 _OUT_OF_ORDER = (
     "A function warmed up, or was recorded as a CUDA graph, after others of the same step were "
-    "replayed. Its memory was taken to lie over theirs, so reserved memory can be too low."
+    "replayed. It was assumed to use the same memory as they do, so reserved memory can be too low."
 )
 _OVERWRITTEN = (
     "{} uses a tensor that a CUDA graph returned in an earlier forward or backward pass. PyTorch "
@@ -48,9 +48,9 @@ _OVERWRITTEN = (
     "tensor."
 )
 _REPLACED = (
-    "A CUDA graph reads a tensor that was made anew since the graph was recorded. It was taken to "
-    "lie where the old one was. Else PyTorch records the graph again, and for that time allocates "
-    "what a recording does."
+    "A CUDA graph reads a tensor that was created again after the graph was recorded. The new "
+    "tensor is assumed to have the address of the old one. If it has another, PyTorch records the "
+    "graph again, and meanwhile allocates as much as a recording does."
 )
 _MUTATES = (
     "A compiled function that writes to its inputs runs without a CUDA graph, as on the card."

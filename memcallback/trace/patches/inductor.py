@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from importlib import import_module
 from types import SimpleNamespace
@@ -40,6 +40,11 @@ _UNPADDED = (
 )
 _WITHOUT_GRAPH = (
     "A compiled function runs without a CUDA graph, as it would on the card: PyTorch says {!r}."
+)
+_WITHOUT_TREES = (
+    "CUDA graphs were traced as those of cudagraph trees, which share memory. With "
+    "triton.cudagraph_trees=False each graph keeps memory of its own: allocated and reserved are "
+    "too low."
 )
 #: Options of Inductor that need a card: choices by measuring.
 _NEED_A_CARD = (
@@ -184,6 +189,7 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     compile_fx, scheduler = _of("_inductor.compile_fx"), _of("_inductor.scheduler")
     interface = _of("_dynamo.device_interface").CudaInterface
     folder = _of("_inductor.fx_passes.joint_graph").UniformValueConstantFolder
+    config = _of("_inductor.config")
     properties = SimpleNamespace(
         **vars(torch.cuda.get_device_properties(0)),
         # The same on all cards since compute capability 3.5.
@@ -208,8 +214,12 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
         }
 
         def compile_inner(*args: Any, **kwargs: Any) -> Any:
-            # Of the backward pass perhaps later, while that runs.
-            with nullcontext() if is_compiling() else compiling(mode, graphs):
+            with ExitStack() as stack:
+                # Of the backward pass perhaps later, while that runs.
+                if not is_compiling():
+                    stack.enter_context(compiling(mode, graphs))
+                if config.triton.cudagraphs:
+                    stack.enter_context(patched(_graph_patches(mode, graphs)))
                 return inner_compile(*args, **kwargs)
 
         return compile_(
@@ -234,7 +244,6 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     yield compile_fx, "compile_fx", compile_on_fakes
     yield graph.GraphLowering, "compile_to_module", compile_to_module
     yield compile_fx, "CompiledFxGraph", _compiled_graph(compile_fx.CompiledFxGraph)
-    yield from _graph_patches(mode, graphs)
     yield guards.GuardBuilder, "TORCH_FUNCTION_STATE", _no_guard(guards)
     yield folder, "_deduce_value", _deduced_on_host(folder._deduce_value)
     # Measuring decides, unless it has decided before.
@@ -316,6 +325,8 @@ def _compiled_graph(original: Any) -> Any:
 
 def _graph_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     """Run functions as the graphs of a trace; PyTorch itself decides which have one, and why."""
+    if not _of("_inductor.config").triton.cudagraph_trees:
+        mode.assumed[_WITHOUT_TREES] = None
 
     def note_skipped(reason: str) -> None:
         mode.assumed[_WITHOUT_GRAPH.format(str(reason).strip().splitlines()[0])] = None

@@ -90,8 +90,8 @@ def fit_batch_size(
 
     Returns:
         The size, and all trials. The attribute `batch_size` or the hyperparameter
-        `hparams.batch_size` of module and data module is set to it; given loaders are returned with
-        it in `train_dataloaders`, to train with.
+        `hparams.batch_size` of module and data module is set to it. If you gave loaders, train with
+        the copies in `train_dataloaders`, which have this size.
 
     Raises:
         ValueError: If an argument is out of range, the batch size cannot be read or set, nothing
