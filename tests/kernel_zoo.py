@@ -1100,6 +1100,21 @@ def pooling_and_sampling():
             [2, 4, 8, 8, 8],
             False,
         )
+        up = T((2, 4, 64), d, "t")
+        C("upsample_nearest1d_backward", up, [64], [2, 4, 32])
+        C("upsample_linear1d_backward", up, [64], [2, 4, 32], False)
+        up = T((2, 4, 16, 16), d, "t")
+        C("upsample_nearest2d_backward", up, [16, 16], [2, 4, 8, 8])
+        C("_upsample_nearest_exact2d_backward", up, [16, 16], [2, 4, 8, 8])
+        C("upsample_bilinear2d_backward", up, [16, 16], [2, 4, 8, 8], False)
+        C("_upsample_bicubic2d_aa_backward", up, [16, 16], [2, 4, 8, 8], False)
+        up = T((2, 4, 16, 16, 16), d, "t")
+        C("upsample_nearest3d_backward", up, [16, 16, 16], [2, 4, 8, 8, 8])
+        C("_upsample_nearest_exact3d_backward", up, [16, 16, 16], [2, 4, 8, 8, 8])
+        C("upsample_trilinear3d_backward", up, [16, 16, 16], [2, 4, 8, 8, 8], False)
+        up = T((2, 4, 16, 16, 16), d, "cl")
+        C("upsample_nearest3d_backward", up, [16, 16, 16], [2, 4, 8, 8, 8])
+        C("upsample_trilinear3d_backward", up, [16, 16, 16], [2, 4, 8, 8, 8], False)
         C("grid_sampler_3d", T((2, 4, 8, 8, 8), d), T((2, 4, 4, 4, 3), d), 0, 0, False)
         C("affine_grid_generator", T((8, 2, 3), d), [8, 3, 32, 32], False)
 

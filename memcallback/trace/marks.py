@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memcallback.core.allocation_trace import Event, PhaseEnd, PhaseStart
+from memcallback.core.allocation_trace import PhaseEnd, PhaseStart
 from memcallback.core.code_lines import frames_of, own_line_of_error
 from memcallback.core.errors import PredictionError
 from memcallback.core.module_table import ModuleInfo
@@ -21,7 +21,7 @@ from memcallback.core.types import Category, Phase, Stage
 from memcallback.step.holdings import states_of
 from memcallback.step.module_follower import ModuleFollower, module_infos
 from memcallback.step.pipeline import PipelineError
-from memcallback.trace.dispatch.blocks import Position
+from memcallback.trace.dispatch.blocks import Position, Row
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import NoPlaceholder
@@ -85,7 +85,7 @@ class TraceMarks:
         self._last_phase: Phase | None = None
         self.repeated_parts: list[Repeated] = []
         #: Where marks of the boundaries since the last windows belong.
-        self._boundaries: list[list[Event]] = []
+        self._boundaries: list[list[Row]] = []
         # An operator that ran before the step is not what fails in it.
         mode.operator = ""
         self.follow(model)
@@ -116,10 +116,19 @@ class TraceMarks:
         else:
             if len(text) > _MAX_CHARACTERS:
                 text = f"{text[:_MAX_CHARACTERS].rstrip()} ..."
-            text = f"{type(error).__name__}: {text}. {hint}"
+            text = f"{type(error).__name__}: {text}. {self._assumed_shape()}{hint}"
         failure = PredictionError(f"The step could not be traced, {', '.join(where)}: {text}")
         failure.__notes__ = [_ON_FAKES]
         return failure
+
+    def _assumed_shape(self) -> str:
+        """The last operator that got the largest possible shape, on which other code may fail."""
+        if not self._mode.open_shapes:
+            return ""
+        return (
+            f"Before, {self._mode.open_shapes[-1]} had a shape that depends on values, and the "
+            "largest possible was assumed. "
+        )
 
     def _failed_module(self, error: BaseException) -> str | None:
         """The innermost module whose call the error went through."""
@@ -187,20 +196,23 @@ class TraceMarks:
                         entry.module = module
 
     def add_when_it_runs(self, name: str, module: nn.Module, *, is_host: bool) -> None:
-        """Record a module beside the model once a part of it runs: a program may not use it.
+        """Record a module beside the model if a part of it runs: a program may not use it.
 
-        Of a container, which does not run itself, only the modules that do.
+        It is on the device from here on, as programs move all models before they train. Of a
+        container, which does not run itself, only the modules that do.
         """
         if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
             for child_name, child in module.named_children():
                 self.add_when_it_runs(f"{name}.{child_name}", child, is_host=is_host)
             return
         hooks: list[Any] = []
+        place = self._ledger.place()
 
         def add(*_: object) -> None:
             while hooks:
                 hooks.pop().remove()
-            self.add_beside(name, module, is_host=is_host)
+            with self._ledger.recording_at(place):
+                self.add_beside(name, module, is_host=is_host)
 
         hooks += [part.register_forward_pre_hook(add) for part in module.modules()]
 

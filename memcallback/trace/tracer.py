@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -107,6 +107,8 @@ class TraceRequest:
         bounds: Choices that all traces of a step share, so that sizes stay linear in the batch.
         compiles: Whether compiled code is compiled for the card, in a process that nothing else
             needs: Dynamo's state changes. Else it runs as it would without compilation.
+        takes_known_shapes: Whether shapes that depend on values are those of the batch's values,
+            where these are known, not the largest possible.
     """
 
     step: Step
@@ -117,6 +119,7 @@ class TraceRequest:
     period: int = 1
     bounds: Bounds = field(default_factory=Bounds)
     compiles: bool = False
+    takes_known_shapes: bool = False
 
 
 def trace(request: TraceRequest) -> TracedStep:
@@ -164,10 +167,15 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
     request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
+    mode.values.decide_shapes = request.takes_known_shapes
     code = CompiledCode(mode, compiles=request.compiles and rank is None)
     try:
         return _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
+        if mode.open_shapes and not request.takes_known_shapes:
+            # Code that counts on the true shape fails on the largest one.
+            with suppress(PredictionError):
+                return _trace(replace(request, takes_known_shapes=True), rank)
         if not code.has_compiled:
             raise
         traced = _trace(replace(request, compiles=False), rank)

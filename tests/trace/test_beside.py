@@ -380,3 +380,18 @@ def test_a_list_that_holds_itself_is_no_obstacle():
     model.tree = [1]
     model.tree.append(model.tree)
     assert parameter_bytes(predicted(model, lambda model, batch: model(batch).sum())) > 0
+
+
+def test_a_target_network_that_runs_after_the_model_was_moved_before_the_first_step():
+    model, target = network(1024), network(1024).requires_grad_(False)
+
+    def loss(model, batch):
+        values = model(batch)
+        with torch.no_grad():
+            wanted = target(batch)
+        return F.mse_loss(values, wanted)
+
+    found = predicted(model, loss)
+    said = predicted(model, loss, also=[target])
+    assert found.step == said.step
+    assert found.steps[0] == said.steps[0]

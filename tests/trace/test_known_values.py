@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memcallback as mc
+from memcallback.core.allocation_trace import phase_events
 
 CARD = "24GiB"
 LENGTHS = torch.tensor([3, 9, 5, 7])
@@ -431,3 +432,63 @@ def test_a_long_ctc_loss_is_known_at_batch_sizes_at_which_its_kernel_does_more()
         mc.predict(ctc(lengths, times=200), device=CARD, batch_size=size) for size in (4, 64)
     )
     assert small.at(64).step == large.step
+
+
+def margin_of_the_right_class(model, batch):
+    """The scores of the right classes, by a mask, in a column: one for each sample."""
+    samples, classes = batch
+    scores = model(samples)
+    is_right = torch.zeros_like(scores)
+    is_right[torch.arange(len(scores), device=scores.device), classes] = 1
+    right = scores[is_right == 1]
+    return F.cross_entropy(scores - is_right * (0.1 * right.exp()).unsqueeze(1), classes)
+
+
+@pytest.mark.parametrize("num_classes", [10, 5000])
+def test_code_that_counts_on_the_true_shape_gets_that_of_the_known_values(num_classes):
+    model, batch = nn.Linear(16, num_classes), (torch.zeros(32, 16), torch.arange(32) % 10)
+    step = mc.TrainingStep(model, batch, loss=margin_of_the_right_class)
+    prediction = mc.predict(step, device="24GiB")
+    text = "aten::index has a shape that depends on values: that of this batch was taken"
+    assert text in " ".join(prediction.caveats)
+    assert "largest possible" not in " ".join(prediction.caveats)
+    again = mc.TrainingStep(
+        model,
+        (torch.zeros(64, 16), torch.arange(64) % 10),
+        loss=margin_of_the_right_class,
+    )
+    expected = mc.predict(again, device="24GiB").peak_allocated_bytes
+    assert prediction.at(64).peak_allocated_bytes == expected
+
+
+def test_code_that_fails_on_any_shape_says_so_with_the_largest():
+    def fails(model, batch):
+        samples, classes = batch
+        return model(samples)[classes == 0].view(-1, 7).sum()
+
+    batch = torch.zeros(32, 16), torch.arange(32) % 10
+    step = mc.TrainingStep(nn.Linear(16, 10), batch, loss=fails)
+    with pytest.raises(
+        mc.PredictionError,
+        match=r"invalid for input of size 320\. Before, aten::index had a shape that depends on "
+        r"values, and the largest possible was assumed\. Give a step without it",
+    ):
+        mc.predict(step, device="24GiB")
+
+
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
+@pytest.mark.parametrize(("kind", "dtype"), [("int64", None), ("int32", torch.int64)])
+def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype):
+    array = pytest.importorskip("numpy").full(300, 2, dtype=kind)
+
+    def loss(model, batch):
+        made = make(array, dtype=dtype, device=batch.device)
+        more = torch.zeros(int(made.sum()), 8, device=batch.device)  # its values are known
+        return model(batch).sum() + 0 * more.sum()
+
+    step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
+    prediction = mc.predict(step, device="24GiB")
+    events = prediction.trace.at(4).events
+    *_, forward = phase_events(events, mc.Phase.FORWARD)
+    made = [event.size_bytes for event in forward if getattr(event, "size_bytes", 0) >= 1200]
+    assert made == [300 * 8, 600 * 8 * 4]

@@ -120,8 +120,47 @@ class Assigned(nn.Module):
         return y if found is None else found
 
 
+class WritesToViews(nn.Module):
+    """Writes to a view of its features, whose gradient is needed elsewhere too."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.second, self.write = nn.Linear(256, 256), nn.Linear(256, 256), write
+
+    def forward(self, x):
+        return self.first(x) + self.write(self.second(x)).view_as(x)
+
+
+def write_to_a_view(y):
+    return y.view(-1, 64).mul_(2)
+
+
+def write_to_a_view_of_a_view(y):
+    return F.leaky_relu_(y.view(-1, 64).unsqueeze(0).squeeze(0).add_(1))
+
+
+def write_after_a_norm(y):
+    """Instance norm returns a view."""
+    return F.leaky_relu(F.instance_norm(y.view(-1, 8, 8, 4)), inplace=True)
+
+
+def write_to_a_base(y):
+    y[:, :64].mul_(2)
+    return y.view(-1, 64)
+
+
+def write_without_gradients(y):
+    y.detach().view(-1, 64).mul_(2)
+    return y.view(-1, 64)
+
+
 def total(model, batch):
     return model(batch).sum()
+
+
+def product(model, batch):
+    """The gradient of the output is one tensor, and little else is alive with it."""
+    return (model(batch) * batch).sum()
 
 
 def distinct(model, batch):
@@ -218,6 +257,20 @@ PROGRAMS = {
             look_up_by_host_index,
             assign_by_list,
             assign_by_device_index,
+        )
+    },
+    **{
+        write.__name__: lambda write=write: (
+            WritesToViews(write),
+            torch.zeros(4096, 256),
+            {"loss": product},
+        )
+        for write in (
+            write_to_a_view,
+            write_to_a_view_of_a_view,
+            write_after_a_norm,
+            write_to_a_base,
+            write_without_gradients,
         )
     },
     "distinct": lambda: (nn.Linear(256, 16), torch.zeros(4000, 256), {"loss": distinct}),

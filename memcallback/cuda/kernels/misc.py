@@ -19,6 +19,17 @@ from memcallback.cuda.op_call import (
     output_then_copy,
 )
 
+_UPSAMPLINGS = (
+    "upsample_nearest1d",
+    "_upsample_nearest_exact1d",
+    "upsample_linear1d",
+    "upsample_nearest2d",
+    "_upsample_nearest_exact2d",
+    "upsample_bilinear2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact3d",
+    "upsample_trilinear3d",
+)
 #: Values that one block of `multi_tensor_apply` reads (MultiTensorApply.cuh).
 _CHUNK = 65536
 
@@ -27,6 +38,24 @@ def _mask_first(call: OpCall) -> Kernel:
     """`native_dropout_cuda` (Dropout.cu): the mask before the output."""
     kernel = KernelBuilder()
     kernel.output(*reversed(range(len(call.outputs))))
+    return kernel.build()
+
+
+def _upsampling_backward(call: OpCall) -> Kernel:
+    """Upsampling (UpSampleNearest2d.cu and others): contiguous copies of gradient and result.
+
+    The kernels for images take four channels or more, channels last, as they are.
+    """
+    grad, result = call.inputs[0], call.outputs[0]
+    is_image = grad.dim() == 4
+    is_last = is_image and grad.is_contiguous(memory_format=torch.channels_last)
+    kernel = KernelBuilder()
+    kernel.output(0)
+    if not is_last or grad.shape[1] < 4:
+        copies = [
+            kernel.alloc_copy(one) for one in ((result, grad) if is_image else (grad, result))
+        ]
+        kernel.free(*reversed(copies))
     return kernel.build()
 
 
@@ -307,6 +336,8 @@ RULES: dict[str, Rule] = {
     "_cdist_backward": _distances_backward,
     "multinomial": _multinomial,
     "where": _where,
+    **{f"{name}_backward": _upsampling_backward for name in _UPSAMPLINGS},
     "upsample_bicubic2d_backward": output_then_copy,
     "_upsample_bilinear2d_aa_backward": output_then_copy,
+    "_upsample_bicubic2d_aa_backward": output_then_copy,
 }

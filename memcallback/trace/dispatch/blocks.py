@@ -10,6 +10,9 @@ from memcallback.core.allocation_trace import Event, Free, ModuleMark
 from memcallback.core.kernel import FIRST_TEMPORARY, KernelCall
 from memcallback.trace.dispatch.entries import Entry
 
+#: What happens in a trace; an allocation's kind may be known later.
+Row = Entry | Event
+
 
 class Position(NamedTuple):
     """The numbers that the next row, allocation, temporary, call and mark of a ledger will get."""
@@ -27,7 +30,7 @@ class Block:
 
     start: Position
     end: Position
-    rows: Sequence[Entry | Event | list[Event]]
+    rows: Sequence[Row | list[Row]]
     calls: Sequence[KernelCall]
     marks: Sequence[ModuleMark]
 
@@ -75,7 +78,7 @@ class Block:
         def moved(id_: int) -> int:
             return id_ + number * (size.temporary if id_ >= FIRST_TEMPORARY else size.entry)
 
-        rows: list[Entry | Event | list[Event]] = []
+        rows: list[Row | list[Row]] = []
         for row in self.rows:
             if isinstance(row, Free):
                 rows.append(Free(moved(row.id)))

@@ -11,7 +11,7 @@ import torch
 
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.tensors import dense_parts
-from memcallback.core.torch_private import FakeTensor, sequence_nr, storage_id, use_count
+from memcallback.core.torch_private import FakeTensor, base_of, sequence_nr, storage_id, use_count
 from memcallback.trace.dispatch.entries import Entry
 
 _aten = torch.ops.aten
@@ -93,6 +93,21 @@ class InPlace:
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
         accumulates = func in IN_PLACE and not node.name().startswith(_OUT_OF_PLACE)
         return first if (accumulates or is_loss) and entry.node == sequence_nr(node) else None
+
+    def is_last_view(self, gradient: Any, op: Any) -> bool:
+        """Whether nobody but the running node, which makes a view of it, holds a gradient.
+
+        Nor the tensor that it is a view of, which only a fake keeps.
+        """
+        base = base_of(gradient)
+        num_bases = int(base is not gradient)
+        count, num_others = self._alone[False]
+        return (
+            # `reshape` holds it too.
+            gradient._use_count() <= count + (op is _aten.view.default)
+            and use_count(storage_id(gradient.untyped_storage())) <= num_others + num_bases
+            and (not num_bases or base._use_count() < count)
+        )
 
     def _is_alone(self, tensor: FakeTensor) -> bool:
         is_sparse = tensor.layout is torch.sparse_coo

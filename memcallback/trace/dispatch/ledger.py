@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -30,7 +31,7 @@ from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category, Phase, Stage
 from memcallback.core.visible import visible_name
-from memcallback.trace.dispatch.blocks import Block, Position
+from memcallback.trace.dispatch.blocks import Block, Position, Row
 from memcallback.trace.dispatch.entries import Entry
 
 #: Frames of the tracer and those that called it are not the step's.
@@ -51,8 +52,10 @@ class Ledger:
         self.module = ""
         self.phase: Phase | None = None
         self.stream = 0
-        #: A list is filled later, with marks that are not known yet.
-        self._rows: list[Entry | Event | list[Event]] = []
+        #: A list is filled later, with what is not known yet.
+        self._rows: list[Row | list[Row]] = []
+        #: The list that allocations go to; None for the end of the rows.
+        self._place: list[Row] | None = None
         self._by_storage: dict[int, Entry] = {}
         self._num_entries = 0
         self._num_temporaries = 0
@@ -106,7 +109,7 @@ class Ledger:
         )
         if not is_host:
             self._num_entries += 1
-            self._rows.append(entry)
+            (self._rows if self._place is None else self._place).append(entry)
         return entry
 
     def alloc_temp(
@@ -186,6 +189,12 @@ class Ledger:
         )
         self.free(old)
 
+    def replace(self, storage: torch.UntypedStorage, operator: str, node: int) -> None:
+        """Record that an operator copies a storage, which is then freed."""
+        self.resize(storage)
+        if (entry := self._by_storage.get(storage_id(storage))) is not None:
+            entry.operator, entry.node = operator, node
+
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
         """Set category and module of tensors' storages, once they are known."""
         for module, tensor in tensors:
@@ -216,11 +225,21 @@ class Ledger:
             if entry.category is None and entry.phase is Phase.FORWARD:
                 entry.category = Category.ACTIVATION
 
-    def place(self) -> list[Event]:
-        """Reserve a place for marks that are known later; fill the list before calling `trace`."""
-        marks: list[Event] = []
-        self._rows.append(marks)
-        return marks
+    def place(self) -> list[Row]:
+        """Reserve a place for what is known later; fill the list before calling `trace`."""
+        place: list[Row] = []
+        self._rows.append(place)
+        return place
+
+    @contextmanager
+    def recording_at(self, place: list[Row]) -> Iterator[None]:
+        """Record allocations at a place between phases that was reserved earlier."""
+        before = self.phase, self.stream
+        self._place, self.phase, self.stream = place, None, 0
+        try:
+            yield
+        finally:
+            self._place, (self.phase, self.stream) = None, before
 
     def mark(self, path: tuple[str, ...], *, is_backward: bool) -> None:
         """Note which modules run from here on."""
@@ -301,11 +320,11 @@ class Ledger:
     @property
     def origins(self) -> dict[int, AllocationSource]:
         """Number of an allocation of a tensor -> where it comes from."""
-        entries = (row for row in self._rows if isinstance(row, Entry))
         return {
-            entry.id: entry.origin
-            for entry in entries
-            if entry.id is not None and entry.origin is not None
+            row.id: row.origin
+            for rows in self._rows
+            for row in (rows if isinstance(rows, list) else (rows,))
+            if isinstance(row, Entry) and row.id is not None and row.origin is not None
         }
 
     def _starts(self) -> list[int]:
@@ -323,7 +342,7 @@ class Ledger:
         inside = {position for call in self._calls for position in range(call.start, call.stop)}
         marked = sorted([*(mark.position for mark in self._marks), *self._cuts])
 
-        def group(numbered: tuple[int, Entry | Event | list[Event]]) -> int | None:
+        def group(numbered: tuple[int, Row | list[Row]]) -> int | None:
             """Number runs of frees that may be sorted; None for other rows."""
             position, row = numbered
             return (
@@ -355,10 +374,9 @@ class Ledger:
             self.free(entry)
 
 
-def _events(row: Entry | Event | list[Event]) -> list[Event]:
-    if isinstance(row, list):
-        return row
-    return [_event(row) if isinstance(row, Entry) else row]
+def _events(row: Row | list[Row]) -> list[Event]:
+    rows = row if isinstance(row, list) else [row]
+    return [_event(one) if isinstance(one, Entry) else one for one in rows]
 
 
 def _event(entry: Entry) -> Alloc:

@@ -50,6 +50,7 @@ from memcallback.trace.dispatch.placeholders import (
     placeholder_value,
 )
 from memcallback.trace.dispatch.placement import Placement
+from memcallback.trace.dispatch.replayed_views import ReplayedViews, copied
 from memcallback.trace.dispatch.values import KnownValues
 from memcallback.trace.dispatch.work import num_flops, sent_bytes
 
@@ -73,6 +74,8 @@ _NUMBERS = frozenset(
 _MAX_KEPT_NUMBERS = 65_536
 CUDA = torch.device("cuda", 0)
 _OUTPUTS = OutputCache()
+_LARGEST = "{} has a shape that depends on values: the largest possible was assumed"
+_OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken"
 
 
 _MIXED = (
@@ -111,6 +114,7 @@ class TraceMode(FakeTensorMode):
         is_capturing: Whether a CUDA graph is recorded.
         check_inputs: Called with the name and the inputs of each operator that is no view; None
             where nobody asks.
+        open_shapes: The operators for whose results the largest possible shape was taken.
         keeps_numbers: Whether C++ code is running that reads the numbers which it writes into
             tensors.
     """
@@ -128,6 +132,7 @@ class TraceMode(FakeTensorMode):
         self.num_flops = self.sent_bytes = 0
         self.modules: Callable[[int], str] | None = None
         self.follow_streams: Callable[[], None] | None = None
+        self.open_shapes: list[str] = []
         self.keeps_numbers = False
         self.in_flight = InFlight()
         self.values = KnownValues()
@@ -142,6 +147,7 @@ class TraceMode(FakeTensorMode):
         self.check_inputs: Callable[[str, Sequence[object]], None] | None = None
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
+        self._replayed_views = ReplayedViews()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -197,7 +203,22 @@ class TraceMode(FakeTensorMode):
                 assumed=self.assumed,
                 is_cuda=self.spec is not None,
             )
-        return decomposition_of(call, is_wrapped=self._is_in_wrapper)
+        node = self._node()
+        copies = node is not None and self._replayed_views.has_copied(call, node)
+        decomposition = self._copied_first(call, node) if copies else None
+        return decomposition or decomposition_of(call, is_wrapped=self._is_in_wrapper)
+
+    def _copied_first(self, call: OpCall, node: Any) -> Callable[..., Any] | None:
+        """What runs instead of a view of a gradient that autograd copies; None for the view."""
+        gradient: Any = call.args[0]
+        storage = gradient.untyped_storage()
+        if storage.nbytes() != dense_bytes(gradient) or not self._in_place.is_last_view(
+            gradient, call.op
+        ):
+            return lambda *args, **kwargs: call.op(copied(args[0]), *args[1:], **kwargs)
+        # The view of a copy would be one of the gradient for autograd, and so keep it.
+        self.ledger.replace(storage, "aten::new_zeros", sequence_nr(node))
+        return None
 
     def _run_decomposition(self, decomposition: Callable[..., Any], call: OpCall) -> object:
         """Run a decomposition and record its operators."""
@@ -387,6 +408,7 @@ class TraceMode(FakeTensorMode):
             call = call if corrected is None else call.returning(corrected)
             self._record_cuda(call, number)
         self.values.follow(call, is_host=self._is_on_host(call))
+        self._replayed_views.follow(call)
         if (holds := is_known_to_hold(call, self.ledger.find)) is not None:
             for tensor in call.outputs:
                 if (entry := self.ledger.find(tensor)) is not None:
@@ -433,6 +455,10 @@ class TraceMode(FakeTensorMode):
 
     def _of_open_shape(self, call: OpCall) -> Any:
         """The largest result of an operator with an open shape, else that of known values."""
+        known = self.values.shaped(call) if self.values.decide_shapes else None
+        if known is not None:
+            self.assumed[_OF_THIS_BATCH.format(call.operator)] = None
+            return known
         try:
             result = placeholder_result(call, self.bounds)
         except NoPlaceholder:
@@ -440,8 +466,8 @@ class TraceMode(FakeTensorMode):
             if result is None:
                 raise
             return result
-        text = "has a shape that depends on values: the largest possible was assumed"
-        self.assumed[f"{call.operator} {text}"] = None
+        self.assumed[_LARGEST.format(call.operator)] = None
+        self.open_shapes.append(call.operator)
         return result
 
     def _record_in_place(self, call: OpCall, reused: torch.Tensor, node: int) -> None:

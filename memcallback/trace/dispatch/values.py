@@ -31,6 +31,8 @@ _OF_SHAPES = frozenset(
     getattr(_aten, name).default
     for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
+#: Operators that select of their first argument what their second one says.
+_SELECT = frozenset({_aten.index.Tensor, _aten.masked_select.default})
 #: Operators that leave the values open, which are known only once they are written.
 _OPEN = frozenset(
     {
@@ -61,12 +63,15 @@ class KnownValues:
 
     Attributes:
         num_reads: How often the program has read one.
+        decide_shapes: Whether shapes are to follow from values: then more numbers are kept, such as
+            those of a mask, but none of an optimizer.
     """
 
     def __init__(self) -> None:
         #: Storages that unknown values were written to, by number. Kept, so that no other gets it.
         self._overwritten: dict[int, torch.UntypedStorage] = {}
         self.num_reads = 0
+        self.decide_shapes = False
         self._generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -91,14 +96,43 @@ class KnownValues:
             values = self.get(tensor)
             if values is not None and not values.is_floating_point():
                 with no_dispatch():
-                    if int(values.abs().sum()) > _MAX_LENGTH:
+                    if int(values.long().abs().sum()) > _MAX_LENGTH:
                         return None
+        if call.op in _SELECT:
+            shape = self._selected_shape(call)
+            return None if shape is None else first.new_empty(shape)
         result = self._run(call)
         if result is _UNKNOWN:
             return None
         return tree_map_only(
             torch.Tensor, lambda real: first.new_empty(real.shape, dtype=real.dtype), result
         )
+
+    def _selected_shape(self, call: OpCall) -> Sequence[int] | None:
+        """What a mask selects of a tensor, whose own values need not be known."""
+        tensor: Any = call.args[0]
+        is_index = call.op is _aten.index.Tensor
+        given: Any = call.args[1] if is_index else [call.args[1]]
+        known = [None if one is None else self.get(one) for one in given]
+        if any(
+            values is None and one is not None for one, values in zip(given, known, strict=True)
+        ):
+            return None
+        with suppress(Exception), DisableTorchFunction(), no_dispatch():
+            shape = tuple(tensor.shape)
+            places: list[Any] = []
+            for values in known:
+                if values is None:
+                    places.append(slice(None))
+                elif values.dtype in (torch.bool, torch.uint8):
+                    if not is_index:
+                        shape = torch.broadcast_shapes(shape, values.shape)
+                        values = values.broadcast_to(shape)
+                    places += [one.to("meta") for one in values.nonzero().unbind(1)]
+                else:
+                    places.append(values.to("meta"))
+            return torch.empty(shape, device="meta")[tuple(places)].shape
+        return None
 
     def follow(self, call: OpCall, *, is_host: bool) -> None:
         """Compute the values of a call's results where those of its arguments are known."""
@@ -108,7 +142,7 @@ class KnownValues:
         # PyTorch itself has changed these.
         if any(isinstance(t, FakeTensor) and t.constant is not None for t in written):
             return
-        if op.namespace == "aten" and all(is_few(o.numel(), o.dtype) for o in outputs):
+        if op.namespace == "aten" and all(map(self._is_kept, outputs)):
             is_random = torch.Tag.nondeterministic_seeded in op.tags
             if (is_host or not (is_random or op in _OPEN)) and self._computed(call):
                 for tensor in outputs if op in _OPEN else ():
@@ -117,11 +151,22 @@ class KnownValues:
         for tensor in written:
             self.overwrite(tensor)
 
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are few enough."""
+        has_more = self.decide_shapes and torch.is_grad_enabled()
+        return is_few(tensor.numel(), torch.bool if has_more else tensor.dtype)
+
+    def _of_shape(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor of the shape and kind of a fake one."""
+        shape = tensor.shape if self._is_kept(tensor) else (0,)
+        with no_dispatch():
+            return torch.empty(shape, dtype=tensor.dtype)
+
     def _computed(self, call: OpCall) -> bool:
         """Whether the values of a call's results could be computed."""
         args = None
         if call.op in _OF_SHAPES or call.op in _OPEN:
-            args = tree_map_only(torch.Tensor, _of_shape, tuple(call.args))
+            args = tree_map_only(torch.Tensor, self._of_shape, tuple(call.args))
         if call.op in _FILLS and (whole := self._whole(call.inputs[0])) is not None:
             args = (whole, *call.args[1:])
             if any(self.get(tensor) is None for tensor in call.inputs[1:]):
@@ -156,7 +201,7 @@ class KnownValues:
 
     def _on_host(self, arguments: Any) -> Any:
         """Arguments with the values of tensors, the host for devices, and our own generators."""
-        arguments = tree_map_only(torch.Tensor, self.get, arguments)
+        arguments = tree_map_only(FakeTensor, self.get, arguments)
         arguments = tree_map_only(_GENERATOR, self._own_generator, arguments)
         return tree_map_only(torch.device, lambda _: _CPU, arguments)
 
@@ -179,13 +224,6 @@ class KnownValues:
         if real is not None:
             storage = real.untyped_storage()
             self._overwritten[storage_id(storage)] = storage
-
-
-def _of_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor of the shape and kind of a fake one."""
-    shape = tensor.shape if is_few(tensor.numel(), tensor.dtype) else (0,)
-    with no_dispatch():
-        return torch.empty(shape, dtype=tensor.dtype)
 
 
 def _written(call: OpCall) -> Iterator[torch.Tensor]:

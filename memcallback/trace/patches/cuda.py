@@ -105,6 +105,10 @@ class CudaFunctions(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
+            if placement.target == "device" and _takes_array(func, args):
+                # It is a tensor on the host first, and has its dtype there.
+                placement.target = "host"
+                return self._moved(func(*args, **kwargs), "device")
             return func(*args, **kwargs)
         finally:
             placement.arguments, placement.target, placement.reports_cuda_device = before
@@ -160,6 +164,17 @@ class CudaFunctions(TorchFunctionMode):
 
     def _target_of_tensor(self, tensor: torch.Tensor) -> str:
         return "device" if self._placement.is_on_device(tensor) else "host"
+
+
+def _takes_array(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function makes a tensor of an array of NumPy."""
+    numpy = sys.modules.get("numpy")
+    return (
+        func in (torch.tensor, torch.as_tensor)
+        and numpy is not None
+        and bool(args)
+        and isinstance(args[0], numpy.ndarray)
+    )
 
 
 def _gathers(index: Any) -> bool:
