@@ -57,11 +57,23 @@ def step_of(program: Program) -> Any:
     )
 
 
+def masks_are_read(program: Program) -> None:
+    """Answer as a card would where transformers asks whether a causal mask is all ones."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    mask = program.batch.get("attention_mask") if isinstance(program.batch, dict) else None
+    if not is_virtual() or masking is None or mask is None or not bool(mask.all()):
+        return
+    fast_all = masking.fast_all
+    # It is called, as its sum takes memory; on a virtual device the sum is 0.
+    masking.fast_all = lambda tensor: fast_all(tensor) is not None
+
+
 def measure(program: Program) -> list[tuple[int, int]]:
     """Peaks of allocated and reserved bytes of each phase, in the last of some updates."""
     import torch
     from torch.utils._pytree import tree_map
 
+    masks_are_read(program)
     for one in program.also:
         one.cuda()
     model = program.model.cuda()
