@@ -136,8 +136,11 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
 
 
 def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
-    """The caveat of a window that never settles, with the peaks of its repetitions."""
-    if not peaks:
+    """The caveat of a window that never settles, with the peaks of its repetitions.
+
+    None where the peaks differ by less than the digits that are shown.
+    """
+    if len({tuple(map(format_bytes, peak)) for peak in peaks}) < 2:
         return ()
     allocated, reserved = (_span(figures) for figures in zip(*peaks, strict=True))
     noun = "update" if window.stage is Stage.TRAINING else "step"

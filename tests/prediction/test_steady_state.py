@@ -26,7 +26,13 @@ from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.replay import replay
-from memcallback.prediction.steady_state import MAX_WINDOWS, last_windows, pairs_of
+from memcallback.prediction.steady_state import (
+    MAX_WINDOWS,
+    Window,
+    last_windows,
+    pairs_of,
+    unsettled,
+)
 from memcallback.trace.traced_step import TracedStep
 
 #: One allocation of a window: its size, where it begins and ends of 100 moments, and whether it
@@ -219,6 +225,13 @@ def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
         result.caveats[0]
         in Prediction.of(traced, find_device("T4"), settings=AllocatorSettings()).caveats
     )
+
+
+def test_a_spread_that_no_digit_shows_is_not_said():
+    window = Window(0, 4, 2, Stage.TRAINING)
+    peaks = [(100 * MiB, 200 * MiB), (100 * MiB + 512, 200 * MiB)]
+    assert unsettled(window, peaks) == ()
+    assert len(unsettled(window, [*peaks, (101 * MiB, 200 * MiB)])) == 1
 
 
 def test_windows_are_the_steps_up_to_an_update():
