@@ -58,14 +58,23 @@ def step_of(program: Program) -> Any:
 
 
 def masks_are_read(program: Program) -> None:
-    """Answer as a card would where transformers asks whether a causal mask is all ones."""
+    """Answer as a card would where transformers asks whether a mask is all ones.
+
+    On a virtual device sums are 0, and all values are found to be true.
+    """
     masking: Any = sys.modules.get("transformers.masking_utils")
     mask = program.batch.get("attention_mask") if isinstance(program.batch, dict) else None
-    if not is_virtual() or masking is None or mask is None or not bool(mask.all()):
+    if not is_virtual() or masking is None or mask is None:
         return
-    fast_all = masking.fast_all
-    # It is called, as its sum takes memory; on a virtual device the sum is 0.
-    masking.fast_all = lambda tensor: fast_all(tensor) is not None
+    # Both are called, as they take memory.
+    if bool(mask.all()):
+        fast_all = masking.fast_all
+        masking.fast_all = lambda tensor: fast_all(tensor) is not None
+    elif mask.ndim == 2:
+        ignores = masking._ignore_bidirectional_mask_sdpa
+        masking._ignore_bidirectional_mask_sdpa = lambda *args, **kwargs: (
+            ignores(*args, **kwargs) and False
+        )
 
 
 def measure(program: Program) -> list[tuple[int, int]]:
