@@ -10,7 +10,8 @@ limit without a retry, with the limit, and with one sample more.
 
 A compiled step is trained twice with each size, in processes that share a cache of Inductor. The
 figures are those of the second, which is what is predicted; of the first, which compiles, is said
-whether it trains too.
+whether it trains too. Each size of it is traced, so its limits are those without a retry, and a
+size 2 % above them has to need a retry or more memory than there is.
 
 The result goes to `benchmarks/results/virtual-cards-<date>/` as JSON and Markdown.
 """
@@ -235,7 +236,7 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
 def main() -> None:
     """Suggest and train all programs and write the results, or one."""
     parser = argparse.ArgumentParser(description="The largest batch of programs of libraries.")
-    parser.add_argument("--only", nargs="+", choices=NAMES + COMPILED)
+    parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--compiled", action="store_true", help="compiled steps, not programs")
     parser.add_argument("--arch", nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES)
     parser.add_argument("--out", type=Path, help="the folder for the JSON and Markdown files")
@@ -248,9 +249,12 @@ def main() -> None:
         result = suggest(options.suggest) if options.suggest else train(options.train, options.size)
         print(json.dumps(result), flush=True)
         return
+    known = COMPILED if options.compiled else NAMES
+    if unknown := set(options.only or ()) - set(known):
+        parser.error(f"--only has {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     rows = []
     for arch in options.arch:
-        for name in options.only or (COMPILED if options.compiled else NAMES):
+        for name in options.only or known:
             rows.append(row_of(name, arch))
             print(arch, name, rows[-1], flush=True)
     about = {

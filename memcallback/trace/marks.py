@@ -122,11 +122,12 @@ class TraceMarks:
         return failure
 
     def _assumed_shape(self) -> str:
-        """The last operator that got the largest possible shape, on which other code may fail."""
-        if not self._mode.open_shapes:
+        """The operators that got the largest possible shape, on which other code may fail."""
+        operators = dict.fromkeys(self._mode.open_shapes)
+        if not operators:
             return ""
         return (
-            f"Before, {self._mode.open_shapes[-1]} had a shape that depends on values, and the "
+            f"Before, {' and '.join(operators)} had a shape that depends on values, and the "
             "largest possible was assumed. "
         )
 

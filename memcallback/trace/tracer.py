@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -165,23 +165,37 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 
 
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
-    request.bounds.restart()
+    """Trace with the largest possible shapes, else with known ones; compiled, else not."""
+    result, mode, has_compiled = _attempt(request, rank)
+    if isinstance(result, PredictionError) and mode.open_shapes and not request.takes_known_shapes:
+        # Code that counts on the true shape fails on the largest one.
+        known, _, _ = _attempt(replace(request, takes_known_shapes=True), rank)
+        if not isinstance(known, PredictionError):
+            return known
+    if not isinstance(result, PredictionError):
+        return result
+    if not has_compiled:
+        raise result
+    traced = _trace(replace(request, compiles=False), rank)
+    if isinstance(traced, Irregular):
+        return traced
+    return replace(traced, caveats=not_compiled(traced.caveats, result))
+
+
+def _attempt(
+    request: TraceRequest, rank: _Rank | None
+) -> tuple[TracedStep | Irregular | PredictionError, TraceMode, bool]:
+    """A trace or why there is none, its mode, and whether anything was compiled in it."""
+    num_chosen = request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
     code = CompiledCode(mode, compiles=request.compiles and rank is None)
     try:
-        return _run(replace(request, compiles=code.compiles), mode, code, rank)
+        result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
-        if mode.open_shapes and not request.takes_known_shapes:
-            # Code that counts on the true shape fails on the largest one.
-            with suppress(PredictionError):
-                return _trace(replace(request, takes_known_shapes=True), rank)
-        if not code.has_compiled:
-            raise
-        traced = _trace(replace(request, compiles=False), rank)
-        if isinstance(traced, Irregular):
-            return traced
-        return replace(traced, caveats=not_compiled(traced.caveats, error))
+        request.bounds.forget(num_chosen)
+        return error, mode, code.has_compiled
+    return result, mode, code.has_compiled
 
 
 def _run(

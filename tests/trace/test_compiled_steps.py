@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
+from memcallback.trace.patches.generated_code import module_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
@@ -229,6 +230,29 @@ def test_what_counts_as_allocated_with_cuda_graphs_is_said():
     (sentence,) = said(prediction, "CUDA graphs")
     assert "A steady step then counts less as allocated" in sentence
     assert sentence.endswith("compare reserved memory.")
+
+
+def test_a_step_whose_compiled_code_fails_keeps_the_largest_possible_shapes(monkeypatch):
+    def broken(code, mode):
+        module = module_of(code, mode)
+        module.call = fails
+        return module
+
+    def fails(args):
+        raise RuntimeError("no kernel")
+
+    def of_some(model, batch):
+        samples, classes = batch
+        return model(samples[classes == 0]).sum()
+
+    batch = torch.zeros(32, 64), torch.arange(32) % 10
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    step = mc.TrainingStep(torch.compile(model), batch, loss=of_some)
+    monkeypatch.setattr("memcallback.trace.patches.inductor.module_of", broken)
+    said = " ".join(mc.predict(step, device="NVIDIA H200").caveats)
+    assert "without compilation" in said
+    assert "the largest possible was assumed" in said
+    assert "that of this batch was taken" not in said
 
 
 def test_the_training_s_own_compilation_and_its_cache_are_left_alone(tmp_path, monkeypatch):

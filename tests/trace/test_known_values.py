@@ -478,11 +478,13 @@ def test_code_that_fails_on_any_shape_says_so_with_the_largest():
 
 @pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
 @pytest.mark.parametrize(("kind", "dtype"), [("int64", None), ("int32", torch.int64)])
-def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype):
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype, is_named):
     array = pytest.importorskip("numpy").full(300, 2, dtype=kind)
 
     def loss(model, batch):
-        made = make(array, dtype=dtype, device=batch.device)
+        data = {"data": array} if is_named else {}
+        made = make(*(() if is_named else (array,)), **data, dtype=dtype, device=batch.device)
         more = torch.zeros(int(made.sum()), 8, device=batch.device)  # its values are known
         return model(batch).sum() + 0 * more.sum()
 
@@ -492,3 +494,26 @@ def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype):
     *_, forward = phase_events(events, mc.Phase.FORWARD)
     made = [event.size_bytes for event in forward if getattr(event, "size_bytes", 0) >= 1200]
     assert made == [300 * 8, 600 * 8 * 4]
+
+
+def test_a_tensor_of_an_array_can_have_a_gradient():
+    array = pytest.importorskip("numpy").ones((4, 8), dtype="float32")
+
+    def loss(model, batch):
+        offset = torch.tensor(array, device=batch.device, requires_grad=True)
+        model(batch + offset).sum().backward()
+        return model(batch).sum() + 0 * offset.grad.sum()
+
+    step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
+    assert mc.predict(step, device="24GiB").peak_allocated_bytes
+
+
+def test_all_operators_are_named_that_got_the_largest_possible_shape():
+    def fails(model, batch):
+        samples, classes = batch
+        return (classes.nonzero().sum() + model(samples)[classes == 0].view(-1, 7)).sum()
+
+    batch = torch.zeros(32, 16), torch.arange(32) % 10
+    step = mc.TrainingStep(nn.Linear(16, 10), batch, loss=fails)
+    with pytest.raises(mc.PredictionError, match=r"Before, aten::nonzero and aten::index had a"):
+        mc.predict(step, device="24GiB")

@@ -55,6 +55,20 @@ def test_a_view_that_is_written_to_copies_its_gradient_once(scale, num_writes, d
     ]
 
 
+def test_a_second_backward_pass_copies_it_again():
+    def twice(model, batch):
+        loss = (model(batch) * batch).sum()
+        torch.autograd.grad(loss, model.second.weight, retain_graph=True)
+        return loss
+
+    step = mc.TrainingStep(Scaled(lambda y: y.view(-1, 64).mul_(2)), BATCH, loss=twice)
+    events = mc.predict(step, device="24GiB").trace.at(len(BATCH)).events
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        *_, last = phase_events(events, phase)
+        copies = [event for event in last if getattr(event, "operator", "") == "aten::new_zeros"]
+        assert [event.size_bytes for event in copies] == [NUM_BYTES]
+
+
 @pytest.mark.parametrize(
     ("scale", "gradients"),
     [

@@ -7,6 +7,7 @@ import math
 import torch
 
 from memcallback.core.kernel import Kernel
+from memcallback.core.torch_private import suggest_memory_format
 from memcallback.cuda.kernels.reduction import Reducer, add_reduction
 from memcallback.cuda.kernels.sort import add_topk
 from memcallback.cuda.op_call import (
@@ -44,18 +45,26 @@ def _mask_first(call: OpCall) -> Kernel:
 def _upsampling_backward(call: OpCall) -> Kernel:
     """Upsampling (UpSampleNearest2d.cu and others): contiguous copies of gradient and result.
 
-    The kernels for images take four channels or more, channels last, as they are.
+    Images of equal size are copied. Those of four channels or more, channels last, stay so.
     """
     grad, result = call.inputs[0], call.outputs[0]
     is_image = grad.dim() == 4
-    is_last = is_image and grad.is_contiguous(memory_format=torch.channels_last)
     kernel = KernelBuilder()
     kernel.output(0)
-    if not is_last or grad.shape[1] < 4:
-        copies = [
-            kernel.alloc_copy(one) for one in ((result, grad) if is_image else (grad, result))
-        ]
-        kernel.free(*reversed(copies))
+    if is_image and grad.shape == result.shape:
+        return kernel.build()
+    last = torch.channels_last
+    if (
+        is_image
+        and grad.shape[1] >= 4
+        and suggest_memory_format(grad) is last
+        and result.is_contiguous(memory_format=last)
+    ):
+        if not grad.is_contiguous(memory_format=last):
+            kernel.free(kernel.alloc(dense_bytes(grad)))
+        return kernel.build()
+    copies = [kernel.alloc_copy(one) for one in ((result, grad) if is_image else (grad, result))]
+    kernel.free(*reversed(copies))
     return kernel.build()
 
 

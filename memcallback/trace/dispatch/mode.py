@@ -204,7 +204,7 @@ class TraceMode(FakeTensorMode):
                 is_cuda=self.spec is not None,
             )
         node = self._node()
-        copies = node is not None and self._replayed_views.has_copied(call, node)
+        copies = self._replayed_views.has_copied(call, node)
         decomposition = self._copied_first(call, node) if copies else None
         return decomposition or decomposition_of(call, is_wrapped=self._is_in_wrapper)
 

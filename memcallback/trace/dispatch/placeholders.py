@@ -107,9 +107,14 @@ class Bounds:
         self._is_growing: list[bool] = []
         self.num_asked = 0
 
-    def restart(self) -> None:
-        """Begin a trace."""
+    def restart(self) -> int:
+        """Begin a trace; return how many choices earlier ones made."""
         self.num_asked = 0
+        return len(self._is_growing)
+
+    def forget(self, num_chosen: int) -> None:
+        """Keep so many choices only: a trace failed, and another one may make others."""
+        del self._is_growing[num_chosen:]
 
     def repeat(self, start: int, times: int) -> None:
         """Take the choices since `start` so many times again, as the trace does."""

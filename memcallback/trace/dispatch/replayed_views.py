@@ -24,14 +24,16 @@ class ReplayedViews:
     which copies the gradient into zeros (`as_strided_backward` in
     torch/csrc/autograd/FunctionsManual.cpp). With fakes, autograd replays the view's own operators
     on the tensor that it is a view of (`grad_fn` in torch/csrc/autograd/variable.cpp). The
-    gradient of a view of all elements is then a view itself.
+    gradient of a view of all elements is then a view itself. A view in another order, as of
+    `permute`, is left alone.
     """
 
     def __init__(self) -> None:
         #: The tensor that the next operator is replayed on, and the layout of the view.
         self._replayed: tuple[weakref.ref[torch.Tensor], tuple[object, ...]] | None = None
-        #: The numbers of the nodes, until they run.
+        #: The numbers of the nodes, and that of the node that runs.
         self._nodes: set[int] = set()
+        self._running: int | None = None
 
     def follow(self, call: OpCall) -> None:
         """Note an operator in place on a view, or the replay after it."""
@@ -56,10 +58,15 @@ class ReplayedViews:
 
     def has_copied(self, call: OpCall, node: Any) -> bool:
         """Whether a node copies its gradient, of which this operator, its first one, is a view."""
-        if not self._nodes or sequence_nr(node) not in self._nodes:
+        if not self._nodes:
             return False
-        self._nodes.remove(sequence_nr(node))
-        return bool(call.op.is_view) and isinstance(call.args[0], FakeTensor)
+        before, self._running = self._running, None if node is None else sequence_nr(node)
+        return (
+            self._running in self._nodes
+            and self._running != before
+            and bool(call.op.is_view)
+            and isinstance(call.args[0], FakeTensor)
+        )
 
 
 def copied(gradient: torch.Tensor) -> torch.Tensor:

@@ -105,10 +105,8 @@ class CudaFunctions(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _CPU}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
-            if placement.target == "device" and _takes_array(func, args):
-                # It is a tensor on the host first, and has its dtype there.
-                placement.target = "host"
-                return self._moved(func(*args, **kwargs), "device")
+            if placement.target == "device" and _takes_array(func, args, kwargs):
+                return self._of_array(func, args, kwargs)
             return func(*args, **kwargs)
         finally:
             placement.arguments, placement.target, placement.reports_cuda_device = before
@@ -158,6 +156,15 @@ class CudaFunctions(TorchFunctionMode):
             self._placement.target = "host"
         tensor[index] = value
 
+    def _of_array(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """A tensor of an array: on the host first, where it gets its dtype."""
+        self._placement.target = "host"
+        requires_grad = kwargs.get("requires_grad", False)
+        with torch.no_grad():
+            rest = {name: value for name, value in kwargs.items() if name != "requires_grad"}
+            made = self._moved(func(*args, **rest), "device")
+        return made.requires_grad_(requires_grad)
+
     def _moved(self, tensor: torch.Tensor, target: str) -> torch.Tensor:
         self._placement.target = target
         return tensor if self._target_of_tensor(tensor) == target else tensor.clone()
@@ -166,15 +173,12 @@ class CudaFunctions(TorchFunctionMode):
         return "device" if self._placement.is_on_device(tensor) else "host"
 
 
-def _takes_array(func: Any, args: tuple[Any, ...]) -> bool:
+def _takes_array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function makes a tensor of an array of NumPy."""
     numpy = sys.modules.get("numpy")
-    return (
-        func in (torch.tensor, torch.as_tensor)
-        and numpy is not None
-        and bool(args)
-        and isinstance(args[0], numpy.ndarray)
-    )
+    if func not in (torch.tensor, torch.as_tensor) or numpy is None:
+        return False
+    return isinstance(args[0] if args else kwargs.get("data"), numpy.ndarray)
 
 
 def _gathers(index: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Predicts the validation of a fit, after its training step: which is the run's worst moment?"""
+"""Predicts the validation of a fit, after its training step: which of the two needs more?"""
 
 from __future__ import annotations
 
