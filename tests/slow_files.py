@@ -33,6 +33,7 @@ SLOW_FILES = frozenset(
         "prediction/test_progress.py",
         "prediction/test_ranks_predicted.py",
         "prediction/test_sequence_lengths.py",
+        "record/test_compiled_trainings.py",
         "record/test_ranks_exchanged.py",
         "savings/test_compilation.py",
         "savings/test_savings.py",
