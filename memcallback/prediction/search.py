@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from memcallback.core.step_memory import largest
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
+from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.replay import replay_on
@@ -331,7 +334,9 @@ class BatchReplays:
         return self._outcomes[key]
 
     def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> Outcome:
-        replay = replay_on(trace.at(batch_size).events, self.device, self.settings, capacity_bytes)
+        with _without_collector():
+            events = trace.at(batch_size).events
+            replay = replay_on(events, self.device, self.settings, capacity_bytes)
         windows = [window for step in replay.steps for window in step.windows]
         return Outcome(
             is_out_of_memory=replay.out_of_memory is not None,
@@ -339,3 +344,19 @@ class BatchReplays:
             peak_allocated_bytes=largest(w.peak_allocated_bytes for w in windows) or 0,
             peak_reserved_bytes=largest(w.peak_reserved_bytes for w in windows),
         )
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let Python's garbage collector rest in a child, which a replay gives nothing to collect.
+
+    It would walk through all objects of the trace again and again.
+    """
+    if not is_in_child() or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
