@@ -45,7 +45,7 @@ def test_a_fault_is_a_warning_and_training_goes_on(owner, name, lost, tmp_path, 
 @pytest.mark.parametrize(
     ("owner", "name", "lost"),
     [
-        (Recording, "peaks_to_dict", "lacks peaks"),
+        (Recording, "peaks_to_dict", "lacks the memory peaks"),
         (TrainerSavings, "state_dict", "lacks the state of amp's GradScaler"),
     ],
 )
