@@ -26,6 +26,7 @@ import time
 import torch
 from compiled_cases import CASES
 from machine import command, driver, not_reported, processor, results_folder, today
+from torch.utils._pytree import tree_map_only
 
 NAME = "gpt2, bf16"
 #: Clocks of torch._dynamo.utils: what compiles, and what of it comes after the code is written.
@@ -40,8 +41,9 @@ def compile_s() -> float:
 
     case = CASES[NAME]
     model = case.model().cuda()
+    batch = tree_map_only(torch.Tensor, torch.Tensor.cuda, case.batch())
     with torch.autocast("cuda", torch.bfloat16):
-        loss = case.loss(case.compiled(model), case.batch().cuda())
+        loss = case.loss(case.compiled(model), batch)
     loss.backward()
     spent, loaded = (
         sum(sum(compilation_time_metrics[name]) for name in names) for names in (COMPILE, (LOAD,))
