@@ -61,16 +61,9 @@ def measured(name: str) -> dict[str, int]:
 
 def predicted(name: str) -> dict[str, int]:
     """What is predicted of the same."""
-    case = CASES[name]
-    step = mc.TrainingStep(
-        case.compiled(case.model()),
-        case.batch(),
-        loss=case.loss,
-        optimizer=case.optimizer,
-        precision=case.precision,
-    )
+    step = CASES[name].step()
     prediction = mc.predict(step, device=torch.cuda.get_device_name())
-    as_eager = [one for one in prediction.caveats if "would without compilation" in one]
+    as_eager = [one for one in prediction.caveats if "without compilation" in one]
     if as_eager:
         raise RuntimeError(f"{name} was not compiled: {as_eager}")
     assert prediction.peak_reserved_bytes is not None

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import memcallback as mc
+
 
 class Block(nn.Module):
     """A block of a decoder."""
@@ -168,6 +170,16 @@ class Case:
     precision: str = "32-true"
     compiled: Callable[[Any], Any] = torch.compile
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+
+    def step(self) -> mc.TrainingStep:
+        """The step, to be predicted."""
+        return mc.TrainingStep(
+            self.compiled(self.model()),
+            self.batch(),
+            loss=self.loss,
+            optimizer=self.optimizer,
+            precision=self.precision,
+        )
 
 
 def _decoder(precision: str = "bf16-mixed", **options: Any) -> Case:

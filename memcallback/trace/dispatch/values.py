@@ -109,7 +109,7 @@ class KnownValues:
         )
 
     def _selected_shape(self, call: OpCall) -> Sequence[int] | None:
-        """What a mask selects of a tensor, whose own values need not be known."""
+        """The shape of what a mask or an index selects; None if their values are unknown."""
         tensor: Any = call.args[0]
         is_index = call.op is _aten.index.Tensor
         given: Any = call.args[1] if is_index else [call.args[1]]
