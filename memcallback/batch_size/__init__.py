@@ -2,6 +2,6 @@
 
 The estimate comes from a prediction or a measured step.
 
-May import `core`, `devices`, `step` and `prediction`.
+May import `core`, `isolation`, `devices`, `step` and `prediction`.
 Start with `suggest`.
 """

@@ -1,4 +1,6 @@
-"""Every private part of PyTorch that is used outside `trace/patches`, looked up here, once.
+"""The private parts of PyTorch that are used outside `trace/patches` and `step/fake_world`.
+
+Each is looked up here, once.
 
 A part that this PyTorch lacks is replaced: by its fallback, where recording can do without it, or
 by a stand-in. A stand-in can be imported, subclassed and used in `isinstance` (which is False);

@@ -4,6 +4,6 @@
 hooks. `monitor` predicts, logs, warns and reports; every callback uses it. `oom_response` acts on
 an out-of-memory error, and `rank_exchange` collects the values of all ranks.
 
-May import all folders but `cuda`, `trace` and `integrations`.
+May import all folders but `cuda`, `trace`, `integrations` and `commands`.
 Start with `recorder`, then `monitor`.
 """

@@ -2,6 +2,6 @@
 
 Also the tensors that it holds, copies of it on fake tensors, and hooks that follow its modules.
 
-May import `core`. A new kind of loop or distributed job starts here.
+May import `core` and `isolation`. A new kind of loop or distributed job starts here.
 Start with `training_step`.
 """
