@@ -176,6 +176,7 @@ def estimate(
     always_held_bytes: int | None = None,
     capacity_bytes: int | None,
     outside_bytes: int | None = None,
+    most_outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> Estimate | None:
@@ -208,6 +209,7 @@ def estimate(
             measured,
             capacity_bytes=capacity_bytes,
             outside_bytes=outside_bytes,
+            most_outside_bytes=most_outside_bytes,
             headroom=headroom,
             bounds=bounds,
         )
@@ -281,6 +283,7 @@ def estimate_from_trace(
     *,
     capacity_bytes: int,
     outside_bytes: int | None = None,
+    most_outside_bytes: int | None = None,
     headroom: float = DEFAULT_HEADROOM,
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
     bucket_bytes: int = 0,
@@ -326,27 +329,35 @@ def estimate_from_trace(
             if is_beyond
             else "; the measured step agrees"
         )
-    outside = device.outside_bytes if outside_bytes is None else outside_bytes
-    most_outside = device.most_outside_bytes if outside_bytes is None else None
-    budget_bytes = budget(capacity_bytes, headroom, outside, most_outside)
+    is_read = outside_bytes is not None
+    if outside_bytes is None:
+        outside_bytes, most_outside_bytes = device.outside_bytes, device.most_outside_bytes
+    budget_bytes = budget(capacity_bytes, headroom, outside_bytes, most_outside_bytes)
     largest = peaks.largest_within(budget_bytes)
     if largest is None and bounds.most is not None and peaks.fits(bounds.most, budget_bytes):
         largest = bounds.most
     if largest is None:
         return None
-    at_all = limits_of(peaks, capacity_bytes - (outside or 0)).at_all
+    at_all = limits_of(peaks, capacity_bytes - outside_bytes).at_all
     if at_all is not None and largest > at_all:
         largest = replays.largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
-    leaves_out = _always_left_out(outside)
+    leaves_out = _always_left_out(outside_bytes)
     if predicted.step.stage is not Stage.TRAINING:
         leaves_out[0] = NOT_IN_A_STEP
-    if outside_bytes is None and outside:
-        kept = ""
-        if most_outside is not None and budget_bytes < budget(capacity_bytes, headroom, outside):
-            kept = f"; {format_bytes(most_outside)} are kept free"
+    kept = ""
+    if most_outside_bytes is not None and (
+        budget_bytes < budget(capacity_bytes, headroom, outside_bytes)
+    ):
+        kept = f"; {format_bytes(most_outside_bytes)} are kept free"
+    if not is_read and outside_bytes:
         leaves_out.append(
             f"other processes on the device (only {_assumed(device)} counted, with "
-            f"{format_bytes(outside)}{kept})"
+            f"{format_bytes(outside_bytes)}{kept})"
+        )
+    elif is_read and most_outside_bytes is not None:
+        leaves_out.append(
+            f"the size of a CUDA context that is not open yet ({format_bytes(outside_bytes)} are "
+            f"counted outside of the allocator{kept})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")
@@ -363,8 +374,8 @@ def estimate_from_trace(
         counts="allocated" if is_host else "reserved",
         bounds=bounds,
         capacity_bytes=capacity_bytes,
-        outside_bytes=outside,
-        most_outside_bytes=most_outside,
+        outside_bytes=outside_bytes,
+        most_outside_bytes=most_outside_bytes,
         headroom=headroom,
         is_measured=False,
         basis=basis,

@@ -23,7 +23,7 @@ from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Kind
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device, architectures
-from memcallback.devices.local import local_memory, used_by_others_bytes
+from memcallback.devices.local import local_memory, outside_memory
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.architectures import would_fit
@@ -251,7 +251,7 @@ def _for_one(
     )
     progress(num_traces, num_traces + num_others)
     memory = next(memory for spec, memory in wanted.memory if spec == device)
-    outside = used_by_others_bytes(prediction.device, memory)
+    outside = outside_memory(prediction.device, memory)
     has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
     buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
     if measured is not None:
@@ -274,7 +274,8 @@ def _for_one(
             prediction,
             measured,
             capacity_bytes=prediction.capacity_bytes,
-            outside_bytes=outside,
+            outside_bytes=outside.expected_bytes if outside else None,
+            most_outside_bytes=outside.most_bytes if outside else None,
             headroom=wanted.headroom,
             bounds=bounds,
             bucket_bytes=more_bytes,

@@ -74,10 +74,9 @@ class DeviceSpec:
     def most_outside_bytes(self) -> int:
         """The most that was seen of it, if the context is assumed; suggestions leave it free.
 
-        On a small card an eighth of it at most: contexts grow with the card. What a device of this
-        machine has in use is read there.
+        On a small card an eighth of it at most: contexts grow with the card.
         """
-        if self.context_bytes != CONTEXT_BYTES or self.local_index is not None:
+        if self.context_bytes != CONTEXT_BYTES:
             return self.outside_bytes
         seen_bytes = min(CONTEXT_SEEN_BYTES[1], self.capacity_bytes // 8)
         return max(self.context_bytes, seen_bytes) + self.communication_bytes

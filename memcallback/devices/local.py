@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,16 +44,30 @@ def local_memory(device: Device) -> DeviceMemory | None:
     return device_memory(torch.device("cuda", device.local_index))
 
 
-def used_by_others_bytes(device: Device, memory: DeviceMemory | None) -> int | None:
-    """Bytes of a local device that this process's allocator cannot have; None for other devices.
+class OutsideMemory(NamedTuple):
+    """Memory of a local device that this process's allocator cannot have.
 
-    The CUDA context (and NCCL) may not be open yet: they count at least as much as assumed.
+    Attributes:
+        expected_bytes: What is used outside of it, with a CUDA context and NCCL as assumed.
+        most_bytes: As much with the largest context and NCCL that were seen, if the context is not
+            open yet; None if it is, and its size was measured.
     """
+
+    expected_bytes: int
+    most_bytes: int | None
+
+
+def outside_memory(device: Device, memory: DeviceMemory | None) -> OutsideMemory | None:
+    """What of a local device is used outside of this process's allocator; None for others."""
     if not isinstance(device, DeviceSpec) or memory is None:
         return None
-    return max(
-        memory.non_pytorch_bytes or 0, (memory.other_processes_bytes or 0) + device.outside_bytes
-    )
+    used, others = memory.non_pytorch_bytes or 0, memory.other_processes_bytes
+    if memory.this_process_bytes or memory.reserved_bytes:
+        # NCCL may not be open yet.
+        return OutsideMemory(max(used, (others or 0) + device.outside_bytes), None)
+    # Without a context of its own, all that is used is used by others.
+    others = used if others is None else others
+    return OutsideMemory(others + device.outside_bytes, others + device.most_outside_bytes)
 
 
 def _local_device(device: torch.device | None) -> DeviceSpec:
@@ -84,7 +98,8 @@ def _local_device(device: torch.device | None) -> DeviceSpec:
     spec = replace(_spec(torch.cuda.get_device_properties(device)), local_index=_index_of(device))
     if limit_bytes(device) is None:
         return spec
-    outside_bytes = used_by_others_bytes(spec, local_memory(spec)) or 0
+    outside = outside_memory(spec, local_memory(spec))
+    outside_bytes = outside.expected_bytes if outside else 0
     capacity_bytes = usable_bytes(device, spec.capacity_bytes, outside_bytes)
     assert capacity_bytes is not None
     return replace(spec, capacity_bytes=capacity_bytes)

@@ -14,7 +14,7 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device, DeviceSpec
-from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.devices.local import OutsideMemory, local_memory, outside_memory, resolve
 from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
@@ -140,7 +140,7 @@ def plan_here(
     progress(0, _MOST_TOGETHER + 1)
     base = predict_with_least_room(step, device=device, batch_size=batch_size)
     jobs = usual(step, base.batch_size, ranks) if isinstance(ranks, int) else ranks
-    trial = _Trial(step, base, headroom, used_by_others_bytes(base.device, memory))
+    trial = _Trial(step, base, headroom, outside_memory(base.device, memory))
     events = base.trace.at(base.batch_size).events
     can_compile = is_in_child() and isinstance(base.device, DeviceSpec)
     savings = [
@@ -188,12 +188,16 @@ class _Trial:
     """Predicts a step with savings, with as many samples between two updates as without."""
 
     def __init__(
-        self, step: TrainingStep, base: Prediction, headroom: float, outside_bytes: int | None
+        self,
+        step: TrainingStep,
+        base: Prediction,
+        headroom: float,
+        outside: OutsideMemory | None,
     ) -> None:
         self._step = step
         self._base = base
         self._headroom = headroom
-        self._outside_bytes = outside_bytes
+        self._outside = outside
 
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """The table of these rows below the step as it is."""
@@ -204,7 +208,7 @@ class _Trial:
             tried=tuple(rows),
             device_name=self._base.device_name,
             capacity_bytes=self._base.capacity_bytes,
-            outside_bytes=self._outside_bytes,
+            outside_bytes=self._outside.expected_bytes if self._outside else None,
             headroom=self._headroom,
             architecture_of=self._base.architecture_of,
             caveats=(*self._base.caveats, *left_out(self._step)),
@@ -286,10 +290,12 @@ class _Trial:
                 measured=None,
                 predicted=prediction,
                 capacity_bytes=prediction.capacity_bytes,
-                outside_bytes=self._outside(prediction),
+                outside_bytes=outside.expected_bytes if outside else None,
+                most_outside_bytes=outside.most_bytes if outside else None,
                 headroom=self._headroom,
             )
             for prediction in predictions
+            for outside in [self._outside_of(prediction)]
         ]
         largest = [each.largest for each in estimates if each is not None]
         return replace(
@@ -304,12 +310,13 @@ class _Trial:
             ),
         )
 
-    def _outside(self, prediction: Prediction) -> int | None:
-        """Bytes used outside the allocator; with several ranks by the communication library too."""
-        if self._outside_bytes is None:
+    def _outside_of(self, prediction: Prediction) -> OutsideMemory | None:
+        """What is used outside the allocator, with several ranks by their communication too."""
+        if self._outside is None:
             return None
-        more = prediction.device.outside_bytes - self._base.device.outside_bytes
-        return self._outside_bytes + max(0, more)
+        expected, most = self._outside
+        more = max(0, prediction.device.outside_bytes - self._base.device.outside_bytes)
+        return OutsideMemory(expected + more, None if most is None else most + more)
 
     def _extra_compute_pct(
         self, predictions: Sequence[Prediction], num_together: int

@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from hand_made import law, prediction
+from torch import nn
 
 import memcallback as mc
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import estimate, suggest
 from memcallback.batch_size.peaks import TracedPeak, limits_of
-from memcallback.core.step_memory import MemoryStats, PhaseMemory, StepMemory
+from memcallback.core.step_memory import DeviceMemory, MemoryStats, PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase
 from memcallback.core.units import GiB, MiB
+from memcallback.devices import local
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.comparison import RESERVED_SHARE
 from memcallback.prediction.search import Limits
@@ -122,6 +124,31 @@ def test_on_a_cpu_what_operators_take_for_themselves_is_left_out_and_a_device_sa
     assert traced(None).is_measured is False
     assert not any("temporary memory" in text for text in traced(None).leaves_out)
     assert traced(None).leaves_out[0] == "validation, logging, longer samples"
+
+
+def test_on_a_card_of_this_machine_a_context_that_is_not_open_yet_is_assumed(monkeypatch):
+    card = replace(find_device("RTX 4060"), capacity_bytes=8 * GiB)
+    here = replace(card, local_index=0)
+    step = mc.TrainingStep(nn.Linear(512, 512), torch.zeros(4, 512))
+
+    def advice(**memory):
+        unused = DeviceMemory(
+            capacity_bytes=card.capacity_bytes, used_bytes=0, other_processes_bytes=0
+        )
+        read = replace(unused, **memory)
+        monkeypatch.setattr(local, "device_memory", lambda device: read)
+        return mc.suggest_batch_size(step, device=here)
+
+    before = advice()
+    assert before.budget_bytes == mc.suggest_batch_size(step, device=card).budget_bytes == 7 * GiB
+    assert any(
+        "a CUDA context that is not open yet (512.00 MiB are counted outside of the allocator; "
+        "1024.00 MiB are kept free)" in text
+        for text in before.leaves_out
+    )
+    opened = advice(used_bytes=600 * MiB, this_process_bytes=600 * MiB, reserved_bytes=0)
+    assert opened.budget_bytes == int(0.95 * 8 * GiB) - 600 * MiB
+    assert opened.most_outside_bytes is None
 
 
 def test_outside_memory_that_is_unknown_is_that_of_the_device():

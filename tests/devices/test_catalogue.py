@@ -277,6 +277,6 @@ def test_a_context_that_is_given_is_all_that_is_left_free():
     assert replace(find_device("24GiB"), context_bytes=0).most_outside_bytes == 0
 
 
-def test_what_a_device_of_this_machine_has_in_use_is_read_there():
-    here = replace(find_device("24GiB"), local_index=0)
-    assert here.most_outside_bytes == here.outside_bytes == CONTEXT_BYTES
+def test_the_context_of_a_device_of_this_machine_is_assumed_until_it_is_measured():
+    named = find_device("24GiB")
+    assert replace(named, local_index=0).most_outside_bytes == named.most_outside_bytes

@@ -10,7 +10,7 @@ from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.units import GiB, MiB
 from memcallback.devices import local
 from memcallback.devices.catalogue import find_device
-from memcallback.devices.local import local_memory, resolve, used_by_others_bytes
+from memcallback.devices.local import local_memory, outside_memory, resolve
 
 
 def properties(**changes):
@@ -109,16 +109,25 @@ def test_a_local_device_knows_what_others_use_of_it_and_another_one_does_not(car
         capacity_bytes=79 * GiB, used_bytes=9 * GiB, reserved_bytes=GiB, other_processes_bytes=GiB
     )
     monkeypatch.setattr(local, "device_memory", lambda device: seen.append(device) or memory)
-    assert used_by_others_bytes(here, local_memory(here)) == 8 * GiB
+    assert outside_memory(here, local_memory(here)) == (8 * GiB, None)
     assert resolve(here) is here
-    # A context that is not open yet counts as much as is assumed of it.
-    before = DeviceMemory(capacity_bytes=79 * GiB, used_bytes=GiB, other_processes_bytes=GiB)
-    monkeypatch.setattr(local, "device_memory", lambda device: before)
-    assert used_by_others_bytes(here, local_memory(here)) == GiB + here.context_bytes
     assert seen == [torch.device("cuda", 1)]
     for other in ("A100", "24GiB", "cpu"):
         device = resolve(other)
-        assert used_by_others_bytes(device, local_memory(device)) is None
+        assert outside_memory(device, local_memory(device)) is None
+
+
+@pytest.mark.parametrize("others", [GiB, None], ids=["by process", "whole device only"])
+def test_a_context_that_is_not_open_yet_is_assumed_and_not_measured(card, others):
+    card()
+    here = resolve("cuda:1")
+    memory = DeviceMemory(
+        capacity_bytes=79 * GiB, used_bytes=GiB, reserved_bytes=0, other_processes_bytes=others
+    )
+    assert outside_memory(here, memory) == (
+        GiB + here.outside_bytes,
+        GiB + here.most_outside_bytes,
+    )
 
 
 def test_a_capacity_is_asked_for_where_it_is_needed():
