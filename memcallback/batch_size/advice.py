@@ -58,8 +58,8 @@ class BatchSizeAdvice(Printable):
         batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
             to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
-        limit: The most samples that fit at all, with nothing kept free, below the first size known
-            to fail; None if unlimited, without a traced step, or if each size takes a trace.
+        limit: The most samples that fit with nothing kept free, below the first size known to
+            fail; None if unlimited, without a traced step, or if each size takes a trace.
         limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
             without a retry of the allocator; None if unlimited, or if each size takes a trace.
         limit_fits_again: A size above `limit` that fits although the next one does not; None if
@@ -69,7 +69,7 @@ class BatchSizeAdvice(Printable):
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at
             the current and the suggested size; if each size takes a trace, at those that were
             tried.
-        counts: Which memory the peaks are of: `reserved`, on a CPU and by the textbook estimate
+        counts: Which memory the peaks count: `reserved`; on a CPU and with the textbook estimate,
             `allocated`.
         current_batch_size: The batch size of the step.
         bounds: What bounds the batch size besides memory.
@@ -154,9 +154,9 @@ class BatchSizeAdvice(Printable):
 
     @property
     def budget_bytes(self) -> int:
-        """The process's share of the device: capacity minus headroom minus outside memory.
+        """Capacity minus headroom and outside memory, at most capacity minus `most_outside_bytes`.
 
-        It leaves `most_outside_bytes` free as well.
+        It is the process's share of the device.
         """
         return budget(
             self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes

@@ -24,9 +24,9 @@ def add_report(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="a predicted step as a page of charts, in one file",
-        description="Write a predicted step as an HTML page: what is in memory from allocation to "
-        "allocation and at the peak, and the peak over batch sizes. The page is one file and needs "
-        "no network.",
+        description="Write a predicted step as an HTML page: a timeline of memory, what is in "
+        "memory at the peak, and the peak over batch sizes. The page is one file and needs no "
+        "network.",
     )
     add_step(parser)
     add_size_of_batch(parser)

@@ -75,9 +75,9 @@ class PhaseMemory:
 
     Attributes:
         phase: The phase.
-        covers: The phases inside this window, in order. More than one if nothing marks the
-            boundary between them (a bare `loss.backward()` under Lightning's manual optimization;
-            LBFGS calling its closure again).
+        covers: The phases in this record, in order. More than one if nothing marks where one
+            ends and the next starts (a bare `loss.backward()` under Lightning's manual
+            optimization; LBFGS calling its closure again).
         start: The reading at the beginning.
         end: The reading at the end.
         peak_allocated_bytes: The largest allocated memory inside.
@@ -105,7 +105,7 @@ class PhaseMemory:
 
     @property
     def label(self) -> str:
-        """The name of the window, such as `forward + backward`."""
+        """The phase, or the phases, in words, such as `forward + backward`."""
         return " + ".join(phase.label for phase in self.covers)
 
     def row(self, label: str) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class StepMemory(Printable):
 
     @cached_property
     def phases(self) -> Mapping[Phase, PhaseMemory]:
-        """The phases that ran; windows of one are merged: first start, last end, largest peak."""
+        """Each phase once; if it ran several times: first start, last end and largest peak."""
         merged: dict[Phase, PhaseMemory] = {}
         for window in self.windows:
             earlier = merged.get(window.phase)

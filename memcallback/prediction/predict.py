@@ -31,8 +31,8 @@ def predict(
 ) -> Prediction:
     """Predict the memory of a training or inference step to the byte, without a device.
 
-    For a CUDA device, the figures are those that its allocator would show; for a CPU, those of the
-    live tensors.
+    For a CUDA device, the values are those that its allocator would show; for a CPU, the bytes of
+    the live tensors.
 
     The step is traced on a copy with fake tensors, three times for a prediction that knows every
     batch size, eight times for one that knows other sequence lengths too. That runs the step's own
@@ -51,8 +51,8 @@ def predict(
         sequence_length: How long the batch's sequences are; by default as long as the step says.
         settings: The settings of the card's allocator; by default those of this process's
             environment (PYTORCH_CUDA_ALLOC_CONF).
-        progress: A function that is called with the number of traces done and the number of all:
-            after each trace but the last, and every two seconds during a long one. By default a
+        progress: A function that is called with the number of finished traces and the total number,
+            after each trace but the last and every two seconds during a long one. By default a
             line on stderr says how far the prediction is. A terminal and a notebook update this
             line; elsewhere a new line comes every ten seconds. `lambda done, num_all: None` prints
             nothing.

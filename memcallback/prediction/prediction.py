@@ -318,7 +318,7 @@ class Prediction(Printable):
         )
 
     def timeline(self, measured: StepMemory | None = None) -> Timeline:
-        """The steady step from allocation to allocation, which takes a replay.
+        """The memory of the steady step after each allocation, which takes a replay.
 
         Args:
             measured: A measured step, whose peaks are kept beside the predicted ones.
@@ -505,7 +505,7 @@ class Prediction(Printable):
 
     @property
     def largest_batch_size(self) -> int | None:
-        """The most samples that are sure to fit, with 5 % of the device kept free.
+        """The most samples sure to fit with 5 % of the device kept free, or more on a small card.
 
         0 if not even one is; None if unknown or unlimited. `suggest_batch_size` and `what_if` find
         the same with their default headroom.

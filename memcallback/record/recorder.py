@@ -67,9 +67,9 @@ class MemoryRecorder:
 
     On CUDA each step costs five reads of the allocator's counters and no synchronisation. The bytes
     held by model, optimizers and batch, by category, are counted on sampled steps only: those of
-    the first three updates, then every `sample_every_n_steps`-th (an accumulation window is sampled
-    whole). On a CPU only sampled steps are recorded, and some of those that are logged (see
-    `begin_step`).
+    the first three updates, then those of every `sample_every_n_steps`-th update (an accumulation
+    window is sampled whole). On a CPU only sampled steps are recorded, and some of those that are
+    logged (see `begin_step`).
 
     Args:
         model: The model or models. The split by category needs them; on a CPU, so does every value
@@ -78,7 +78,8 @@ class MemoryRecorder:
             update; without any, each optimizer step counts as one.
         device: The device to read; by default the model's, else the current accelerator, else the
             CPU.
-        sample_every_n_steps: Steps from one sampled step to the next, at least 1.
+        sample_every_n_steps: Optimizer updates from one sampled step to the next, at least 1;
+            without an optimizer, steps.
         reset_peaks: Whether the allocator's peaks are reset where a phase starts or ends (see
             `MemoryCallback`).
         use_profiler: Whether a CPU is read through PyTorch's profiler; else, and while another
@@ -241,11 +242,12 @@ class MemoryRecorder:
         return self._watch
 
     def count_beside(self, items: Iterable[object]) -> None:
-        """Count modules, and tensors in containers, as parameters and buffers while they live.
+        """Count these modules and tensors too, as parameters and buffers, as long as they exist.
 
         Args:
-            items: What is on the device beside the models (see `TrainingStep`). `MemoryLog` and
-                the callbacks call this for the step that they predict.
+            items: Modules, and tensors in containers, that are on the device beside the models
+                (see `TrainingStep`). `MemoryLog` and the callbacks call this for the step that
+                they predict.
         """
         self._followed.add_beside(items)
 
@@ -514,9 +516,9 @@ class MemoryRecorder:
 
         Args:
             phase: The phase.
-            is_provisional: Whether it begins at the last reading. Such a phase is dropped if,
-                before the next reading, the step ends, or another provisional phase or an
-                optimizer step begins.
+            is_provisional: Whether the phase is only assumed to begin at the last reading. It is
+                dropped if one of these comes before the next reading: the end of the step, another
+                provisional phase, or an optimizer step.
         """
         forget_failure()
         if (phases := self._phases) is not None:
@@ -526,7 +528,8 @@ class MemoryRecorder:
         """End the open phase, if there is one.
 
         Args:
-            covers: All phases inside it, if the loop has no boundary between them.
+            covers: All phases inside it, if the loop does not mark where one ends and the next
+                starts.
         """
         if (phases := self._phases) is not None:
             phases.close_phase(covers=covers)

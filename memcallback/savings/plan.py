@@ -41,8 +41,8 @@ class SavingGroup(str, Enum):
 
     Attributes:
         SAME_RESULT: The weights are the same to the bit.
-        CHANGES_NUMBERS: The same model is trained by the same rule on the same data, but for
-            rounding.
+        CHANGES_NUMBERS: The same model is trained by the same rule on the same data. Only rounding
+            differs.
         CHANGES_TRAINING: Another rule, other data, other samples in an update, or weights that lose
             precision or are not trained at all.
     """
@@ -110,7 +110,10 @@ class PlanRow:
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """Sorts the best first: by largest batch size, then by peak, then by computation."""
+        """Sorts by largest batch size, then by peak, then by computation.
+
+        `Plan.is_best` looks at the peak first.
+        """
         return -(self.largest_batch_size or 0), self.peak_bytes or 0, self.extra_compute_pct or 0.0
 
 
@@ -184,7 +187,7 @@ class Plan(Printable):
 
     @cached_property
     def shown(self) -> tuple[PlanRow, ...]:
-        """At most ten savings that help: of each group the best, then the best of each kind."""
+        """Up to ten savings that help: the best of each group, then of each kind, then others."""
         in_turn = zip_longest(*(self._by_interest(group) for group in SavingGroup))
         some = islice((row for row in chain.from_iterable(in_turn) if row is not None), _NUM_SHOWN)
         chosen = {id(row) for row in some}

@@ -101,9 +101,9 @@ class MemoryCallback(Callback):
         predict: Whether to predict the step.
         what_if: Whether to predict the step with each memory saving too, which takes about twenty
             times as long; the report names the best, and the table is logged as text and picture.
-        per_module: Whether to record by module too, on the steps on which held bytes are counted.
-            Those steps take the host longer. All modules are logged as text and
-            picture, beside the predicted values (see `MemoryRecorder.modules`).
+        per_module: Whether to record by module too, on the steps on which the bytes in each
+            category are counted. Those steps take the host longer. All modules are logged as text
+            and picture, beside the predicted values (see `MemoryRecorder.modules`).
         reset_peaks: Whether the allocator's peaks are reset where a phase starts or ends, so that
             each phase has its own peak. `torch.cuda.max_memory_allocated()` then starts again at
             each phase; the recorder's `lifetime_peak_allocated_bytes` has its value without resets.
@@ -153,7 +153,8 @@ class MemoryCallback(Callback):
 
     Raises:
         ValueError: If the device is unknown or has no known size; if the headroom, the batch size,
-            `verbose` or a saving is out of range; when a fit begins, if a saving cannot be applied.
+            `verbose` or a saving is out of range. Also at the start of a fit, if a saving cannot be
+            applied.
         TypeError: If an argument has the wrong type.
 
     Examples:

@@ -96,8 +96,8 @@ def fit_batch_size(
     Raises:
         ValueError: If an argument is out of range, the batch size cannot be read or set, nothing
             limits it, or a trial would use up an iterator that cannot be wound back.
-        TypeError: If a number is of another type, `trainer` is no Trainer, or `datamodule` no
-            LightningDataModule.
+        TypeError: If a number has the wrong type, `trainer` is not a Trainer, or `datamodule` is
+            not a LightningDataModule.
         RuntimeError: If not even one sample fits, or a SIGTERM ended the search and the program's
             own handler of it returned.
         Exception: Errors of the module's own code, except out of memory.
