@@ -490,7 +490,7 @@ SICK_ON_A_SMALL_DEVICE = {
         options={"max_epochs": 1000},
         ends_out_of_memory=True,
         names=(
-            "attribute 'cache' of the root module: larger",
+            "attribute 'cache' of the root module: tensors have become larger",
             "the device is full in about",
         ),
     ),

@@ -646,8 +646,8 @@ def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
         ),
         (
             ["some_steps:make_step", "--device", "T4", "--sequence-length", "3"],
-            "--sequence-length '3' is not a length of a sequence. Write a whole number from 4 on, "
-            "such as --sequence-length 32.",
+            "--sequence-length '3' is not a length of a sequence. Write a whole number of at least "
+            "4, such as --sequence-length 32.",
         ),
         (
             ["some_models:seven", "--device", "T4"],
@@ -843,9 +843,9 @@ def test_a_batch_size_is_suggested_for_each_length(capsys):
     )
     written = capsys.readouterr().out
     sizes = [
-        int(line.split(": ")[1].replace(",", ""))
+        int(line.split(": batch size ")[1].replace(",", ""))
         for line in written.splitlines()
-        if line.startswith("Sequences of ")
+        if line.startswith("Sequences of length ")
     ]
     assert len(sizes) == 2
     assert sizes[0] > sizes[1]

@@ -309,11 +309,11 @@ class BatchSizeAdvice(Printable):
                 f"{self.global_batch_size:,} samples in total."
             )
         lines += [
-            f"Sequences of {length}: {batch_size:,}"
+            f"Sequences of length {length}: batch size {batch_size:,}"
             for length, batch_size in self.by_sequence_length.items()
         ]
         lines += [
-            f"{_named(kind.ranks)} on {kind.device_name}: {kind.batch_size:,}"
+            f"{_named(kind.ranks)} on {kind.device_name}: batch size {kind.batch_size:,}"
             for kind in self.by_rank
         ]
         lines.append(f"Not included: {'; '.join(self.leaves_out)}.")

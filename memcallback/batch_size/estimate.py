@@ -236,8 +236,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "memory that does not shrink with the batch, which only a prediction can tell: test "
-            "the suggested size before you rely on it"
+            "memory that does not shrink with the batch (only a prediction knows it): test the "
+            "suggested size before you rely on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"

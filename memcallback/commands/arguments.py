@@ -118,7 +118,7 @@ def _number(text: str, option: str, meaning: str, *, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise UsageError(
             f"{option} {text!r} is not a {meaning}. "
-            f"Write a whole number from {least} on, such as {option} 32."
+            f"Write a whole number of at least {least}, such as {option} 32."
         )
     return int(text)
 

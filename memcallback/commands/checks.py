@@ -96,8 +96,8 @@ def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> It
     if new_bytes > old_bytes * (1 + allowed):
         yield (
             f"the peak, {format_bytes(new_bytes)}, is {100 * new_bytes / old_bytes - 100:.1f} % "
-            f"above that of {old['path']}, {format_bytes(old_bytes)}; allowed are "
-            f"{100 * allowed:g} %. {' '.join((diff.verdict(), *diff.notes))}"
+            f"above that of {old['path']}, {format_bytes(old_bytes)}; at most "
+            f"{100 * allowed:g} % is allowed. {' '.join((diff.verdict(), *diff.notes))}"
         )
 
 

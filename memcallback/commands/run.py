@@ -114,8 +114,8 @@ class _Recording:
             self._loop.close()
         if not self._loop.has_begun and not self._loop.is_lightning:
             _say(
-                "no training step was seen: no module whose parameters are in an optimizer was "
-                "called in training mode. Record the loop itself: MemoryRecorder."
+                "no training step was seen. A step needs a module that an optimizer trains, called "
+                "in training mode. Or record the loop yourself with MemoryRecorder."
             )
 
 

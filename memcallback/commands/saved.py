@@ -37,7 +37,7 @@ def saved_prediction(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path!r} is not JSON: {error}. {_WRITE}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise UsageError(f"{path!r} is not an answer of memcallback. {_WRITE}")
+        raise UsageError(f"{path!r} was not written by memcallback. {_WRITE}")
     if data["schema_version"] != SCHEMA_VERSION:
         raise UsageError(
             f"{path!r} has schema_version {data['schema_version']}, and this memcallback reads "
@@ -45,7 +45,7 @@ def saved_prediction(path: str) -> dict[str, Any]:
         )
     if missing := [key for key in _KEYS if key not in data]:
         raise UsageError(
-            f"{path!r} lacks {missing[0]}: it is the answer of another command, or of an older "
-            f"memcallback. {_WRITE}"
+            f"{path!r} lacks {missing[0]}: another command, or an older memcallback, wrote it. "
+            f"{_WRITE}"
         )
     return {**data, "path": path}

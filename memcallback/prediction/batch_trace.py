@@ -214,8 +214,8 @@ class BatchTrace:
             return self.traced.whole
         if more and self.slopes is None:
             raise UnknownBatchSize(
-                f"the step was traced at batch size {self.batch_size} alone, which says nothing of "
-                f"batch size {batch_size}: trace the step at that size"
+                f"the step was traced at batch size {self.batch_size} only, so batch size "
+                f"{batch_size} is unknown: trace the step at that size"
             )
         numbers = self._numbers_at(more)
         for position in [

@@ -135,8 +135,8 @@ class SequenceLengthTrace:
         own, longest = self.sequence_length, self._longest
         if not self.step:
             raise UnknownSequenceLength(
-                f"the step was traced at sequence length {own} alone, which says nothing of "
-                f"sequence length {sequence_length}: trace the step at that length"
+                f"the step was traced at sequence length {own} only, so length {sequence_length} "
+                "is unknown: trace the step at that length"
             )
         if (sequence_length - own) % self.step:
             raise UnknownSequenceLength(
@@ -161,8 +161,8 @@ class SequenceLengthTrace:
         except _NotWholeError as error:
             place = item_text(longest.traced, item_of(longest.traced, error.position))
             raise UnknownSequenceLength(
-                f"at sequence length {sequence_length} a size of {place} would be no whole number. "
-                "Trace the step at that length."
+                f"at sequence length {sequence_length} a size of {place} would not be a whole "
+                "number. Trace the step at that length."
             ) from None
         below = [
             position
@@ -207,7 +207,7 @@ class SequenceLengthTrace:
             ours = self._between(length).at(check.batch_size).events
         except UnknownSequenceLength as error:
             raise LengthDependentPath(
-                f"sizes are no parabola over the sequence length: {error}"
+                f"sizes do not follow a parabola over the sequence length: {error}"
             ) from None
         theirs = check.whole.events
         for position, (ours_here, theirs_here) in enumerate(zip_longest(ours, theirs)):

@@ -427,12 +427,13 @@ class Prediction(Printable):
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
             return [largest]
-        assumed = "A larger batch is assumed never to need less memory than a smaller one"
+        assumed = "Larger batches are assumed not to fit."
         if self.trace.is_far(limit):
             assumed += (
-                f", and to run the same way as the largest traced, {self.trace.largest_traced:,}"
+                f" Batches above the largest traced, {self.trace.largest_traced:,}, are assumed to "
+                "run the same way."
             )
-        return [f"{largest} {assumed}."]
+        return [f"{largest} {assumed}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Data for json; names of sizes end in `_bytes`, of numbers of samples in `batch_size`."""
@@ -632,14 +633,15 @@ class Prediction(Printable):
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
                 "To save time, the search for the largest batch sizes left out some of the batches "
-                "or tokens that the step repeats, so these sizes can be too large. The figures of "
+                "or tokens that the step repeats, so these sizes can be too large. The values for "
                 "this batch size do not depend on that search."
             )
         elif self.trace.thinned() is not self.trace:
             yield (
-                "The batch sizes given as the largest were checked with all batches or tokens that "
-                "the step repeats, and fit; slightly larger ones may fit too. To save time, the "
-                "peaks of other batch sizes leave out some of them, so they can be too low."
+                "The largest batch sizes were checked with all batches or tokens that the step "
+                "repeats. They fit, and slightly larger ones may fit too. To save time, other "
+                "batch sizes were replayed without some of these repetitions, so their peaks can "
+                "be too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (

@@ -178,7 +178,8 @@ class PredictionDiff(Printable):
             return ""
         most = max(same_way, key=lambda one: abs(one.change_bytes))
         joint = "at" if most in self.by_line else "in"
-        return f"Most {joint} {most.name}: {_signed(most.change_bytes)}."
+        size = _signed(most.change_bytes)
+        return f"The largest part, in allocated memory, is {joint} {most.name}: {size}."
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -126,12 +126,12 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
                 f"to batch {window.number}"
             )
         return (
-            f"Memory {change} (batch {window.number} {frees}). The figures are those of batch "
-            f"{window.number}; num_batches gives those of another.",
+            f"Memory {change} (batch {window.number} {frees}). The values are those of batch "
+            f"{window.number}; num_batches chooses another.",
         )
     return (
         f"Update {window.number} {frees}, so it differs from update {window.number - 1}. "
-        "Its figures are shown; those of later updates may differ.",
+        "Its values are shown; later updates may differ.",
     )
 
 
@@ -147,7 +147,7 @@ def unsettled(window: Window, peaks: Sequence[Peaks]) -> tuple[str, ...]:
     last = window.number + len(peaks)
     return (
         f"The allocator does not settle: in {noun}s {window.number + 1} to {last} peak allocated "
-        f"is {allocated}, peak reserved {reserved}. The figures shown are those of {noun} {last}.",
+        f"is {allocated}, peak reserved {reserved}. The values shown are those of {noun} {last}.",
     )
 
 

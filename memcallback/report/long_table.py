@@ -17,7 +17,7 @@ from memcallback.core.units import format_bytes
 from memcallback.prediction.prediction import Prediction, StepPrediction
 
 _INDENT = "  "
-_COLUMNS = ("", "predicted", "low edge", "measured", "error")
+_COLUMNS = ("", "predicted", "lower bound", "measured", "error")
 _Rows = list[tuple[str, ...]]
 
 
@@ -43,7 +43,7 @@ def long_table(
     groups = [group for group in groups if group]
     ends = [sum(map(len, groups[: number + 1])) - 1 for number in range(len(groups) - 1)]
     rows = [row for group in groups for row in group]
-    # Columns without a value go: a replay has no low edge.
+    # Columns without a value go: a replay has no lower bound.
     shown = [number for number in range(len(_COLUMNS)) if any(row[number] for row in rows)]
     columns, *rows = (tuple(cells[number] for number in shown) for cells in (_COLUMNS, *rows))
     return Table(
@@ -169,7 +169,7 @@ def _device_rows(
 
 
 def _low_rest(predicted: StepMemory | None) -> int | None:
-    """The low edge of activations and other memory at the end of the forward pass."""
+    """The lower bound of activations and other memory at the end of the forward pass."""
     forward = predicted.phases.get(Phase.FORWARD) if predicted else None
     if (
         forward is None

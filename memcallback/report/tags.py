@@ -23,8 +23,8 @@ legend.
 | run | curve |
 |---|---|
 | the training's | measured |
-| `predicted` | predicted; of a band (textbook estimate) its upper edge |
-| `predicted_low` | the lower edge of a band |
+| `predicted` | predicted; for the textbook estimate the upper bound |
+| `predicted_low` | the lower bound of the textbook estimate |
 | `capacity` | the device's memory, beside `reserved` (CPU: `resident`) |
 | `ranks_min`, `ranks_mean`, `ranks_max` | measured, over the ranks of a job |
 | `worst_rank` | measured on the rank with the largest share of its capacity in use |

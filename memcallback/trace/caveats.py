@@ -22,13 +22,13 @@ _UNKNOWN_WORKSPACES = (
     "nvidia-cudnn-cu12) and turn benchmark mode off."
 )
 _NO_DRIVER = (
-    "Convolution workspaces are those that cuDNN names without a CUDA driver. It then skips some "
-    "of its engines (seen with depthwise convolutions in half precision)."
+    "No CUDA driver is installed, so cuDNN skipped some of its engines when it reported "
+    "convolution workspaces (seen with depthwise convolutions in half precision)."
 )
 #: Reserved memory of published trainings of convolution nets differs so much between versions.
 _VERSION = (
-    "Convolution workspaces are those of cuDNN {}, which was asked. Another version may take "
-    "others: reserved memory of convolution nets was 18 % lower to 8 % higher."
+    "Convolution workspaces come from the installed cuDNN {}. Another version may need other "
+    "sizes: with it, reserved memory of convolution nets was between 18 % lower and 8 % higher."
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "

@@ -191,11 +191,11 @@ def test_ranks_of_several_kinds_are_told_one_by_one_or_by_the_first_and_last():
         RankBatchSize(ranks=tuple(range(11, 20)), device_name="B200", batch_size=0),
     )
     assert [line for line in lines_of(advice(40), by_rank=kinds) if line[:4].lower() == "rank"] == [
-        "Rank 0 on T4: 1,000",
-        "Ranks 1, 2 on L4: 20",
-        "Ranks 3, 4, 5, 6, 7, 8, 9, 10 on A10: 3",
+        "Rank 0 on T4: batch size 1,000",
+        "Ranks 1, 2 on L4: batch size 20",
+        "Ranks 3, 4, 5, 6, 7, 8, 9, 10 on A10: batch size 3",
     ]
-    assert "9 ranks, 11 to 19, on B200: 0" in lines_of(advice(40), by_rank=kinds)
+    assert "9 ranks, 11 to 19, on B200: batch size 0" in lines_of(advice(40), by_rank=kinds)
     assert replace(advice(40), by_rank=kinds).to_dict()["by_rank"][1] == {
         "ranks": [1, 2],
         "device_name": "L4",
@@ -206,8 +206,8 @@ def test_ranks_of_several_kinds_are_told_one_by_one_or_by_the_first_and_last():
 def test_lengths_of_sequences_are_told_with_their_batch_sizes():
     advised = replace(advice(40), by_sequence_length={128: 40, 4096: 1})
     assert [line for line in lines_of(advised) if line.startswith("Sequences")] == [
-        "Sequences of 128: 40",
-        "Sequences of 4096: 1",
+        "Sequences of length 128: batch size 40",
+        "Sequences of length 4096: batch size 1",
     ]
 
 

@@ -67,7 +67,7 @@ def test_a_peak_above_the_baseline_exits_with_1_and_says_what_has_grown(predict,
     grown = json.loads(out)["peak_reserved_bytes"]
     assert err.startswith(
         f"memcallback: the peak, {grown / MiB:.2f} MiB, is {100 * grown / peak - 100:.1f} % above "
-        f"that of base.json, {peak / MiB:.2f} MiB; allowed are 0 %. This change adds "
+        f"that of base.json, {peak / MiB:.2f} MiB; at most 0 % is allowed. This change adds "
     )
 
 
@@ -121,10 +121,10 @@ def test_a_tolerance_that_is_no_percentage_is_refused(predict, base):
     [
         (None, "'base.json' cannot be read: No such file or directory. Write it: "),
         ("", "'base.json' is not JSON: "),
-        ("[]", "'base.json' is not an answer of memcallback. Write it: "),
-        ('{"a": 1}', "'base.json' is not an answer of memcallback. Write it: "),
+        ("[]", "'base.json' was not written by memcallback. Write it: "),
+        ('{"a": 1}', "'base.json' was not written by memcallback. Write it: "),
         ('{"schema_version": 2}', "'base.json' has schema_version 2, and this memcallback reads 1"),
-        ('{"schema_version": 1}', "'base.json' lacks peak_allocated_bytes: it is the answer of an"),
+        ('{"schema_version": 1}', "'base.json' lacks peak_allocated_bytes: another command, or an"),
     ],
 )
 def test_a_file_that_is_no_prediction_is_refused(content, message, predict, tmp_path, capsys):

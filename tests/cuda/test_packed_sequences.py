@@ -66,7 +66,7 @@ def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
     traced = trace(TraceRequest(unknown, device))
     assert packed_rows(traced) == 4 * 6
     assert (
-        "Sequences of unknown lengths are packed: each was assumed to be as long as the longest"
+        "Sequences of unknown lengths are packed: each was assumed to be as long as the longest."
         in traced.caveats
     )
     fitted = BatchTrace.fit(

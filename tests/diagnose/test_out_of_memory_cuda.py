@@ -170,7 +170,7 @@ def test_what_was_predicted_and_what_would_help(tmp_path, capsys):
     report = run(Net(ROWS_OF_300_MIB // 2, greedy_in="training"), tmp_path, device="2GiB")
     assert [row.saving for row in report.savings]
     assert all(row.line and not row.problem for row in report.savings)
-    assert "What would help, predicted" in capsys.readouterr().out
+    assert "What would help, predicted with" in capsys.readouterr().out
 
 
 def test_lines_of_saved_tensors_are_those_that_made_them(tmp_path):

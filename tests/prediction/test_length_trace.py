@@ -165,7 +165,7 @@ def cubic(length, batch_size):
         ),
         (
             lambda length, batch_size: step(batch_size, length // 24),
-            "sizes are no parabola over the sequence length: at sequence length 24",
+            "sizes do not follow a parabola over the sequence length: at sequence length 24",
         ),
         (
             lambda length, batch_size: step(batch_size, *[8] * (1 + (length == 24))),
@@ -220,8 +220,8 @@ def test_a_size_that_is_not_whole_is_refused():
     assert fitted.step == 16
     with pytest.raises(
         UnknownSequenceLength,
-        match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would be no whole "
-        r"number",
+        match=r"at sequence length 80 a size of aten::mm in module 'net\.0' .* would not be a "
+        r"whole number",
     ):
         SequenceLengthTrace.fit(
             {
@@ -237,7 +237,7 @@ def test_a_single_trace_knows_only_its_own_length():
     assert single.at(64) is trace
     with pytest.raises(
         UnknownSequenceLength,
-        match="traced at sequence length 64 alone, which says nothing of sequence length 72: trace",
+        match="traced at sequence length 64 only, so length 72 is unknown: trace",
     ):
         single.at(72)
 

@@ -80,7 +80,7 @@ def test_a_step_that_differs_at_other_sizes_too_is_known_at_its_own_alone():
     )
     prediction = mc.predict(step, device=CARD)
     assert any("Only batch size 1 is predicted" in caveat for caveat in prediction.caveats)
-    with pytest.raises(ValueError, match="says nothing of batch size 2"):
+    with pytest.raises(ValueError, match="so batch size 2 is unknown"):
         prediction.at(2)
 
 
@@ -102,7 +102,7 @@ def test_with_one_sample_a_sequence_length_that_differs_is_found_and_told():
     told = "Only sequence length 64 is predicted"
     for one in (prediction, prediction.at(2)):
         assert any(told in caveat for caveat in one.caveats)
-    with pytest.raises(ValueError, match="says nothing of sequence length 24"):
+    with pytest.raises(ValueError, match="so length 24 is unknown"):
         prediction.at(sequence_length=24)
 
 

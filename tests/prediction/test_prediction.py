@@ -95,7 +95,7 @@ def test_another_batch_size_is_as_exact_as_a_trace_of_it():
         settings=AllocatorSettings(),
     )
     assert prediction(16).at(40).steps == traced.steps
-    with pytest.raises(UnknownBatchSize, match="says nothing of batch size 41"):
+    with pytest.raises(UnknownBatchSize, match="so batch size 41 is unknown"):
         traced.at(41)
 
 
@@ -336,7 +336,7 @@ def test_equal_batch_sizes_are_said_once():
     equal = host_prediction(1, 1 + int(needed / 0.95))
     assert equal.limit == equal.largest_batch_size == 3
     assert equal.verdict()[1].startswith(
-        "Largest batch size: 3, with or without 5 % kept free. A larger batch"
+        "Largest batch size: 3, with or without 5 % kept free. Larger batches"
     )
     assert equal.to_dict()["largest_batch_size"] == equal.to_dict()["limit_batch_size"] == 3
 
@@ -363,7 +363,7 @@ def test_the_words_about_a_cpu():
         "Fits. Peak 48.0 MiB allocated in backward; the CPU has 800 MiB.",
         f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
         f"free: {fits.limit}. "
-        "A larger batch is assumed never to need less memory than a smaller one.",
+        "Larger batches are assumed not to fit.",
     )
     too_small = host_prediction(capacity_bytes=3 * MiB).verdict()
     assert too_small[0].startswith("Does not fit. Peak ")
@@ -426,13 +426,9 @@ def test_on_a_cpu_the_allocated_peak_has_to_fit():
 
 
 def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
-    assert (
-        prediction(device="1GiB")
-        .verdict()[1]
-        .endswith("A larger batch is assumed never to need less memory than a smaller one.")
-    )
+    assert prediction(device="1GiB").verdict()[1].endswith("Larger batches are assumed not to fit.")
     far = prediction(device="80GiB").verdict()[1]
     assert far.endswith(
-        "A larger batch is assumed never to need less memory than a smaller one, and to run the "
-        "same way as the largest traced, 7."
+        "Larger batches are assumed not to fit. Batches above the largest traced, 7, are assumed "
+        "to run the same way."
     )

@@ -217,7 +217,7 @@ def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
     result = replayed(unrolled(slots, 2))
     assert result.caveats == (
         "The allocator does not settle: in updates 3 to 6 peak allocated is 38.00 MiB to 39.00 "
-        "MiB, peak reserved 50.00 MiB. The figures shown are those of update 6.",
+        "MiB, peak reserved 50.00 MiB. The values shown are those of update 6.",
     )
     assert result.steps[-1].windows == replayed(unrolled(slots, MAX_WINDOWS)).steps[-1].windows
     traced = BatchTrace.single(TracedStep(unrolled(slots, 2), 1))

@@ -485,8 +485,8 @@ def test_a_sparse_batch_has_as_many_elements_for_each_further_sample(mode):
 def test_tensors_that_no_fake_can_stand_for_are_named_with_the_way_out(mode):
     with pytest.raises(
         ValueError,
-        match=r"shape \(3, 3\) and layout torch.sparse_csr cannot be made fake: .* Convert it "
-        r"first",
+        match=r"shape \(3, 3\) and layout torch.sparse_csr cannot become a fake tensor\. .* "
+        r"Convert it first",
     ):
         fake_copy({"adjacency": torch.eye(3).to_sparse_csr()}, mode)
     with pytest.raises(
@@ -494,7 +494,7 @@ def test_tensors_that_no_fake_can_stand_for_are_named_with_the_way_out(mode):
         match=r"UninitializedParameter of a lazy module has no shape yet.* Run the model once",
     ):
         fake_copy(nn.LazyLinear(3), mode)
-    with pytest.raises(ValueError, match=r"shape unknown .* cannot be made fake"):
+    with pytest.raises(ValueError, match=r"shape unknown .* cannot become a fake tensor"):
         fake_copy(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), mode)
 
 

@@ -137,7 +137,7 @@ def test_nested_tensors_that_share_their_lengths_still_do(mode):
 def test_a_nested_tensor_with_gaps_is_named_with_the_way_out(mode):
     with pytest.raises(
         ValueError,
-        match=r"NestedTensor of shape unknown and layout torch.jagged cannot be made fake: "
+        match=r"NestedTensor of shape unknown and layout torch.jagged cannot become a fake tensor"
         r".*\.contiguous\(\)",
     ):
         fake_copy(

@@ -449,7 +449,7 @@ def test_code_that_counts_on_the_true_shape_gets_that_of_the_known_values(num_cl
     model, batch = nn.Linear(16, num_classes), (torch.zeros(32, 16), torch.arange(32) % 10)
     step = mc.TrainingStep(model, batch, loss=margin_of_the_right_class)
     prediction = mc.predict(step, device="24GiB")
-    text = "aten::index has a shape that depends on values: that of this batch was taken"
+    text = "aten::index has a shape that depends on values: that of this batch was taken."
     assert text in " ".join(prediction.caveats)
     assert "largest possible" not in " ".join(prediction.caveats)
     again = mc.TrainingStep(

@@ -103,7 +103,7 @@ def _longest(
         if lengths is None:
             assumed[
                 "The targets of a CTC loss have unknown lengths: the longest that their tensor "
-                "has room for was assumed"
+                "has room for was assumed."
             ] = None
             return targets.shape[-1]
         with no_dispatch():

@@ -44,7 +44,8 @@ def pack_padded(
     if known is None:
         known = [longest] * number
         assumed[
-            "Sequences of unknown lengths are packed: each was assumed to be as long as the longest"
+            "Sequences of unknown lengths are packed: each was assumed to be as long as the "
+            "longest."
         ] = None
     sizes = [sum(length > step for length in known) for step in range(max(known, default=0))]
     parts, begin = [], 0

@@ -200,8 +200,9 @@ class Health:
                 f"{100 * self._headroom:g} % should stay free."
             ),
             hint=(
-                f"Make the batch smaller{fits}, or save memory: MemoryCallback(checkpoint=True), "
-                "amp='bf16-mixed', accumulate=2."
+                f"Make the batch smaller{fits}, or save memory: checkpointing, mixed precision, or "
+                "smaller batches with accumulation (memcallback.checkpoint, amp, accumulate; in "
+                "Lightning, arguments of MemoryCallback)."
             ),
         )
 

@@ -226,7 +226,12 @@ class _Suspect:
         owner = self.owner or "tensors that no variable holds"
         if is_graph_of_other:
             owner = f"the graph behind {owner}, in tensors {main.now.owner}"
-        change = f"{main.count} more tensors such as" if main.count else "larger, now"
+        kind, size = main.now.most_frequent_kind, format_bytes(main.num_bytes)
+        change = (
+            f"{main.count} more tensors such as {kind}, {size}"
+            if main.count
+            else f"tensors have become larger, for example {kind}, by {size} in total"
+        )
         others = ""
         if rest := [growth for growth in self.growing if growth is not main]:
             count = sum(growth.count for growth in rest)
@@ -248,8 +253,7 @@ class _Suspect:
             value=(
                 f"Memory grows from step to step, since step {rise.first_step + 1} or earlier: "
                 f"{format_bytes(self.num_bytes)} from step {self.first_step + 1} to "
-                f"{self.last_step + 1}. It grows in {owner}: {change} "
-                f"{main.now.most_frequent_kind}, {format_bytes(main.num_bytes)}.{others}{full}"
+                f"{self.last_step + 1}. It grows in {owner}: {change}.{others}{full}"
             ),
             rule=rule,
             hint=hint,

@@ -104,7 +104,7 @@ class OutOfMemoryReport(Printable):
             module = ""
             if place.module is not None:
                 module = f"module {place.module!r}" if place.module else "the root module"
-            joint = " next to " if place.is_near else " in "
+            joint = " near " if place.is_near else " in "
             sentences.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
         for name, line in (
             ("Your line", place.line),
@@ -250,7 +250,7 @@ class OutOfMemoryReport(Printable):
         )
         columns = ("saving", "peak allocated", "saved", "fits")
         return Table(
-            title=f"What would help, predicted for {self.batch_size:,} samples an update",
+            title=f"What would help, predicted with {self.batch_size:,} samples per update",
             columns=columns,
             rows=cells,
         )

@@ -162,7 +162,7 @@ def _sizes(input_size: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[in
             or not all(isinstance(item, int) and item >= 0 for item in size)
         ):
             raise ValueError(
-                "input_size must be a size such as (1, 3, 224, 224) of whole numbers from 0 on, or "
-                f"a list of sizes, got {input_size!r}."
+                "input_size must be a size such as (1, 3, 224, 224) with whole numbers of at least "
+                f"0, or a list of sizes, got {input_size!r}."
             )
     return [tuple(size) for size in several]  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def batch_size_curve(advice: BatchSizeAdvice) -> npt.NDArray[np.uint8]:
     axes.plot(*zip(*points, strict=True), color=NOW_COLOUR, linewidth=2, label="expected peak")
     budget = max(0, advice.budget_bytes)
     if budget / unit <= axes.get_ylim()[1]:
-        label = f"to be used {brief_bytes(budget)}"
+        label = f"limit with headroom {brief_bytes(budget)}"
         axes.axhline(budget / unit, color=BAD_COLOUR, linestyle=":", label=label)
     peaks = dict(advice.curve)
     for name, size, colour in (

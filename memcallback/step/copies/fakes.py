@@ -219,9 +219,9 @@ def _refuse_unless_known(tensor: torch.Tensor) -> None:
     if is_other and not is_jagged:
         raise _CannotBeFake(
             f"A {kind.__module__}.{kind.__qualname__} of shape {_shape_text(tensor)} and layout "
-            f"{tensor.layout} cannot be made fake: only strided tensors with their own storage, "
-            "sparse ones (COO) and nested ones (torch.jagged) without gaps can. Convert it first, "
-            "for instance with .to_sparse_coo(), .to_dense(), "
+            f"{tensor.layout} cannot become a fake tensor. These can: strided tensors with their "
+            "own storage, sparse COO tensors, and torch.jagged tensors without gaps. Convert it "
+            "first, for instance with .to_sparse_coo(), .to_dense(), "
             "torch.nested.nested_tensor(..., layout=torch.jagged), .contiguous(), .dequantize() or "
             ".to_local(), or leave it out of the model and the batch."
         )

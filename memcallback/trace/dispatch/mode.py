@@ -74,8 +74,8 @@ _NUMBERS = frozenset(
 _MAX_KEPT_NUMBERS = 65_536
 CUDA = torch.device("cuda", 0)
 _OUTPUTS = OutputCache()
-_LARGEST = "{} has a shape that depends on values: the largest possible was assumed"
-_OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken"
+_LARGEST = "{} has a shape that depends on values: the largest possible was assumed."
+_OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken."
 
 
 _MIXED = (
@@ -443,7 +443,7 @@ class TraceMode(FakeTensorMode):
         value = placeholder_value(call, self.ledger.find(call.args[0]))
         # The optimizer reads counts of steps, and the scaler's search for infinities.
         if self.ledger.phase is not Phase.OPTIMIZER_STEP:
-            self.assumed[f"{call.operator} reads a value: {value!r} was assumed"] = None
+            self.assumed[f"{call.operator} reads a value: {value!r} was assumed."] = None
         return value
 
     def _is_on_host(self, call: OpCall) -> bool:

@@ -21,7 +21,7 @@ from memcallback.trace.patches.patching import Patch
 _NO_NUMBER = 2**64 - 1
 _RECORD_STREAM = (
     "Tensor.record_stream holds memory back until another stream is done with it: "
-    "this memory was assumed to be free at once"
+    "this memory was assumed to be free at once."
 )
 #: Functions that report memory: an idle device has none in use, so that code that trains
 #: differently when memory is short goes its usual way.

@@ -37,15 +37,14 @@ _SEED_BYTES = 8
 _NUM_CALLS_TO_SETTLE = 3
 _OPERATOR = "a CUDA graph"
 _OUT_OF_ORDER = (
-    "A function warmed up, or was recorded as a CUDA graph, after others of the same step were "
-    "replayed. It was assumed to use the same memory as they do, so reserved memory can be too low."
+    "Some CUDA graphs of the step were already replayed when another function warmed up or was "
+    "recorded. It was assumed to reuse their memory, so reserved memory can be too low."
 )
 _OVERWRITTEN = (
     "{} uses a tensor that a CUDA graph returned in an earlier forward or backward pass. PyTorch "
     "refuses that with an error, as the graph has overwritten it: the training would stop there. "
-    "This is so where gradients of several batches are added up, where an output is kept for the "
-    "next step, and where the optimizer has CUDA graphs too. Compile without them, or clone the "
-    "tensor."
+    "It happens if gradients of several batches are added up, an output is kept for the next step, "
+    "or the optimizer has CUDA graphs too. Compile without them, or clone the tensor."
 )
 _REPLACED = (
     "A CUDA graph reads a tensor that was created again after the graph was recorded. The new "

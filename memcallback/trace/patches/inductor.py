@@ -35,8 +35,8 @@ from memcallback.trace.patches.patching import Patch, patched
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 _UNPADDED = (
-    "Inductor measures on the card whether to pad matrices whose sizes are no multiples of 8 "
-    "(of 4 in float32). Here they are not padded; padded ones need more memory."
+    "Inductor measures on the card whether to pad matrices whose sizes are not multiples of "
+    "8 (of 4 in float32). Here they are not padded; padded ones need more memory."
 )
 _WITHOUT_GRAPH = (
     "A compiled function runs without a CUDA graph, as it would on the card: PyTorch says {!r}."

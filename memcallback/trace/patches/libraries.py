@@ -121,7 +121,7 @@ def _numpy(mode: TraceMode) -> Callable[..., numpy.ndarray[Any, Any]]:
             with no_dispatch():
                 known: numpy.ndarray[Any, Any] = values.numpy()  # what is written there is seen
             return known
-        mode.assumed["Tensor.numpy reads values: zeros were used"] = None
+        mode.assumed["Tensor.numpy reads values: zeros were used."] = None
         return numpy.zeros(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
     return zeros
