@@ -186,12 +186,14 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     within = sum(
         abs(off(row, "allocated")) <= 0.005 and abs(off(row, "reserved")) <= 0.02 for row in good
     )
+    num_failed = sum("error" in row for row in rows)
     lines = ["# Programs of other libraries", ""]
     lines += [
         f"{within} of {len(good)} programs are within 0.5 % allocated and 2 % reserved in every "
         f"phase, {sum(not error for error in allocated)} are exact to the byte; the median error "
-        f"is {100 * statistics.median(allocated or [0]):.3f} %. {len(rows) - len(good)} more were "
-        "not compared.",
+        f"is {100 * statistics.median(allocated or [0]):.3f} %. "
+        f"{len(rows) - len(good) - num_failed} more were predicted and not measured. {num_failed} "
+        "could not be predicted.",
         "",
     ]
     lines += [f"- {name}: {text}" for name, text in about.items()]

@@ -31,8 +31,8 @@ NOT_REPORTED = (
     "What a training takes between its steps: evaluation, generation outside of a step, "
     "checkpoints.",
     "Generation inside of a step (GRPO) is recorded with its forward phase, and not predicted.",
-    "Values that a virtual device does not compute: benchmarks/trainers/_virtual.py says what "
-    "stands for them.",
+    "Values that a virtual device does not compute: benchmarks/trainers/_virtual.py lists what "
+    "replaces them.",
 )
 
 
