@@ -6,9 +6,10 @@
 No GPU is needed. `benchmarks/published/` has the measurements with their sources. A program with
 many batch sizes is traced at three and replayed for each of them and for each card; one with few is
 traced at each. With `--only` the other sources' rows of the same day stay; with `--resume` so do
-those of the same source that are there. Rows are written as they come. The histories of six
-recorded steps are other people's data and are compared where their folder is given. The result goes
-to `benchmarks/results/real-gpus-<date>/` as JSON and Markdown.
+those of the same source that are there. The result then names the earlier commands too. Rows are
+written as they come. The histories of six recorded steps are other people's data and are compared
+where their folder is given. The result goes to `benchmarks/results/real-gpus-<date>/` as JSON and
+Markdown.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "The published peft measurements: their programs have not been rebuilt yet.",
+    "The published peft measurements, and the Liger-Kernel cases above: their programs have not "
+    "been rebuilt yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
+)
+TRUST = (
+    "Trust: A, the program was published whole; B, a part of it was inferred; C, a part is a guess."
 )
 #: With fewer batch sizes than this a program is traced at each.
 _FEW_SIZES = 3
@@ -233,7 +238,7 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
     by_source: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in compared:
         by_source[source_of(row)].append(row)
-    lines += ["", "Bytes:", ""]
+    lines += ["", TRUST, "", "Bytes:", ""]
     lines += [
         "| source | trust | what | cases | median error | from | to | what differs |",
         "|:---|:---|:---|---:|---:|---:|---:|:---|",
@@ -254,7 +259,7 @@ def to_markdown(rows: list[dict[str, Any]], histories: list[dict[str, Any]], abo
             )
     lines += ["", "Whether it fits:", ""]
     lines += [
-        "| source | cases | right | said to fit, ran out | said to run out, fit "
+        "| source | cases | right | predicted to fit, ran out | predicted to run out, fits "
         "| programs whose every row is right | right by the card's name alone "
         "| suggested sizes that ran out |",
         "|:---|---:|---:|---:|---:|---:|---:|---:|",
@@ -308,6 +313,8 @@ def main() -> None:
     file = out / "real_gpus.json"
     before = json.loads(file.read_text()) if file.is_file() else {"rows": [], "histories": []}
     histories = before["histories"]
+    is_added = options.only or options.resume or (histories and not options.histories)
+    commands = [before["about"]["command"]] if is_added and "about" in before else []
     if options.histories:
         from published import histories as recorded
 
@@ -319,7 +326,7 @@ def main() -> None:
             f"{name} {version(name)}" for name in ("torch", "torchvision", "timm", "transformers")
         ),
         "date": today(),
-        "command": command(),
+        "command": ", then ".join([*commands, command()]),
     }
     rows = {row["id"]: row for row in before["rows"]}
     known = (
