@@ -11,10 +11,9 @@ from machine import not_reported
 
 from memcallback.prediction.comparison import ALLOCATED_SHARE, RESERVED_SHARE, allocated_band
 
-#: For this share of the configurations all figures are to be within the bands in which a report
-#: calls a prediction right,
+#: For this share of the configurations all figures are to be within the stated bound,
 REQUIRED_SHARE = 0.95
-#: and in none a figure of allocated memory further off than this share (or than its band, where
+#: and in none a figure of allocated memory further off than this share (or than the bound, where
 #: that is more).
 WORST_ALLOCATED_SHARE = 0.01
 
@@ -228,10 +227,11 @@ def to_markdown(
     ]
     lines += [*(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [
-        f"Bars: in {REQUIRED_SHARE:.0%} of the configurations every phase's allocated memory "
-        f"(start, end, peak) within {ALLOCATED_SHARE:.1%} + 1 MiB, none worse than "
-        f"{WORST_ALLOCATED_SHARE:.0%}; in {REQUIRED_SHARE:.0%} every phase's peak of reserved "
-        f"memory within {RESERVED_SHARE:.0%}. **{'Met' if summaries[0].is_met else 'Missed'}.**",
+        f"Required: in {REQUIRED_SHARE:.0%} of the configurations, allocated memory of every phase "
+        f"(start, end, peak) is within {ALLOCATED_SHARE:.1%} + 1 MiB, and in none is it off by "
+        f"more than {WORST_ALLOCATED_SHARE:.0%}. In {REQUIRED_SHARE:.0%}, the reserved peak of "
+        f"every phase is within {RESERVED_SHARE:.0%}. "
+        f"**{'Met' if summaries[0].is_met else 'Missed'}.**",
         "",
         "| group | configurations | not predicted | allocated within | worst allocated | median "
         "error of the peak | all peaks exact | reserved within | worst reserved |",
@@ -242,14 +242,16 @@ def to_markdown(
     lines += [
         "The peaks of the steps and of their phases. Errors with a sign are positive where the "
         "prediction is too high. Under-estimated: predicted lower than measured, by a byte or "
-        "more. Above the stated bound: lower than measured by more than a report allows when it "
-        f"calls a prediction right, {ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and "
-        f"{RESERVED_SHARE:.0%} for reserved.",
+        "more. Above the stated bound: measured higher than predicted by more than that bound. The "
+        f"stated bound: {ALLOCATED_SHARE:.1%} + 1 MiB for allocated memory and "
+        f"{RESERVED_SHARE:.0%} for reserved memory.",
         "",
         *peaks,
         "",
     ]
-    lines += _listing("Not predicted", failures) + _listing("Left out of the bars", left_out)
+    lines += _listing("Not predicted", failures) + _listing(
+        "Not counted for the requirement", left_out
+    )
     lines += [
         "| configuration | phase | start | end | peak allocated | peak reserved |",
         "|:---|:---|---:|---:|---:|---:|",

@@ -205,6 +205,7 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     ]
     limits = [(pair.suggestion.limit or 0) / pair.whole.gets_by for pair in pairs]
     num_met = sum(pair.is_met for pair in pairs)
+    num_cards = len({(pair.card, pair.capacity_bytes) for pair in pairs})
     lines = [
         "# The largest batch size",
         "",
@@ -213,8 +214,8 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
     ]
     lines += [
         f"{len(pairs)} pairs of {len({pair.config for pair in pairs})} configurations and "
-        f"{len({(pair.card, pair.capacity_bytes) for pair in pairs})} cards. Asked: training at "
-        "the suggestion never runs out of memory, and the suggestion is at least "
+        f"{num_cards} card{'' if num_cards == 1 else 's'}. Asked: training at the "
+        "suggestion never runs out of memory, and the suggestion is at least "
         f"{LEAST_SHARE:.0%} of the largest size that *trains* on a card that is smaller by the "
         f"headroom. **{'Met' if num_met == len(pairs) else f'Met by {num_met}'}.** The suggestion "
         f"is {_range(shares)} of that size.",
@@ -242,9 +243,9 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "",
         "Share: the size divided by the largest that trains on the whole card; above 1 the "
         "allocator runs short. Trials and OOMs are those of one search, in the median. Untested: "
-        "sizes given that the search never ran. Left changed: what a search leaves changed, seen "
-        "on a CPU, where values are real; with Accelerate, in a model made outside of the function "
-        "that it calls, when the attempt that fits begins.",
+        "sizes that a search returned without running them. Left changed: what a search leaves "
+        "changed, seen on a CPU, where values are real; with Accelerate, in a model made outside "
+        "of the function that it calls, when the attempt that fits begins.",
         "",
         "| | failed | share, median | least | largest | out of memory | short in the last update | "
         "untested | trials | OOMs | left changed |",
@@ -255,8 +256,8 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "|:---|---:|---:|---:|" + "---:|" * len(_tools(pairs)),
         *map(_search_row, pairs),
         "",
-        "A size is followed by how it trains: ✗ out of memory, ~ short in the last update too, ? "
-        "not run by the search; then by trials and OOMs of the search.",
+        "After a size: ✗ it ran out of memory; ~ the allocator ran short up to the last update; ? "
+        "the search did not run it. In parentheses: trials and OOMs of the search.",
         *not_reported(NOT_REPORTED),
     ]
     return "\n".join(lines) + "\n"

@@ -182,9 +182,9 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         worst = [max(abs(off(row, kind)) for row in chosen) for kind in ("allocated", "reserved")]
         which = "Held-out models: " if held_out else ""
         lines += [
-            f"{which}{exact} of {len(chosen)} are exact to the byte, allocated and reserved; at "
-            f"most {100 * worst[0]:.3f} % are off in allocated memory, {100 * worst[1]:.2f} % in "
-            "reserved.",
+            f"{which}{exact} of {len(chosen)} are exact to the byte, allocated and reserved. The "
+            f"largest error is {100 * worst[0]:.3f} % in allocated and {100 * worst[1]:.2f} % in "
+            "reserved memory.",
             "",
         ]
     lines += [f"- {name}: {text}" for name, text in about.items()]

@@ -7,12 +7,12 @@ The law is: memory = model memory + batch size * memory per sample.
 Needs no GPU: what was measured is that of the accuracy proof (the newest on a virtual H200 in
 `benchmarks/results/`). All its configurations in float32 and in bf16-mixed that neither accumulate
 nor recompute nor clip, with one loss, are predicted by the law
-(`memcallback.prediction.textbook.predict`: an upper and a lower edge) and by a trace
+(`memcallback.prediction.textbook.predict`: an upper and a lower bound) and by a trace
 (`memcallback.predict`), and the largest allocated figure of a steady step is compared.
 
-*Law* is the upper edge, as the law is commonly told: every output counts twice. *Lower edge* counts
-what autograd saves, once. The result goes to `benchmarks/results/cpu-<date>/` as law.json and
-law.md.
+*Textbook estimate* is the upper bound, as the law is commonly told: every output counts twice. Its
+*lower bound* counts what autograd saves, once. The result goes to `benchmarks/results/cpu-<date>/`
+as law.json and law.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from memcallback.prediction.textbook.predict import predict as predict_by_law
 
 DEVICE = "NVIDIA H200"
 NOT_REPORTED = (
-    "reserved memory, of which the law says nothing",
+    "reserved memory, which the textbook estimate does not have",
     "configurations that accumulate, recompute, clip, or have several losses, and those of 16-bit "
     "parameters",
     "a real device: what was measured is of a virtual one",
@@ -53,7 +53,7 @@ class Row:
         config: Its name.
         measured_bytes: Measured.
         law_bytes: By the law; None if it cannot follow the step.
-        low_bytes: Its lower edge.
+        low_bytes: Its lower bound.
         traced_bytes: By a trace.
     """
 
@@ -64,7 +64,7 @@ class Row:
     traced_bytes: int
 
     def errors_pct(self) -> tuple[float | None, float | None, float | None]:
-        """Of the law, its lower edge and the trace."""
+        """Of the law, its lower bound and the trace."""
         law, low, traced = (
             error_pct(one, self.measured_bytes)
             for one in (self.law_bytes, self.low_bytes, self.traced_bytes)
@@ -91,17 +91,17 @@ def is_plain(config: Config) -> bool:
 def row(config: Config, measured: dict[str, Any]) -> Row:
     """Predict one configuration."""
     step = training_step(config, config.make(initialise=False))
-    edges: tuple[int | None, int | None] = None, None
+    bounds: tuple[int | None, int | None] = None, None
     try:
         law = predict_by_law(step)
-        edges = law.peak_allocated_bytes, max(window.low_bytes or 0 for window in law.step.windows)
+        bounds = law.peak_allocated_bytes, max(window.low_bytes or 0 for window in law.step.windows)
     except PredictionError:
         pass  # the law has no answer
     return Row(
         config=config.name,
         measured_bytes=max(window["peak_allocated_bytes"] for window in measured["windows"][-1][0]),
-        law_bytes=edges[0],
-        low_bytes=edges[1],
+        law_bytes=bounds[0],
+        low_bytes=bounds[1],
         traced_bytes=predict(step, device=DEVICE).peak_allocated_bytes or 0,
     )
 
@@ -115,7 +115,7 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
         "",
     ]
     for label, errors in zip(
-        ("law", "lower edge of the law", "trace"),
+        ("textbook estimate", "lower bound of the textbook estimate", "trace"),
         zip(*(one.errors_pct() for one in rows), strict=True),
         strict=True,
     ):
@@ -133,7 +133,7 @@ def to_markdown(about: dict[str, Any], rows: list[Row]) -> str:
         )
         for one in sorted(rows, key=lambda one: one.config)
     ]
-    columns = ("configuration", "measured", "law, %", "lower edge, %", "trace, %")
+    columns = ("configuration", "measured", "estimate, %", "lower bound, %", "trace, %")
     return (
         "\n".join(lines)
         + "\n\n"

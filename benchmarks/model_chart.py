@@ -246,13 +246,13 @@ def environment() -> dict[str, Any]:
 
     card, version = find_device(DEVICE), cudnn_version()
     return {
-        "device": f"{card.name}, {format_bytes(card.capacity_bytes or 0)} (predicted for; not "
-        "there)",
+        "device": f"{card.name}, {format_bytes(card.capacity_bytes or 0)} (target of the "
+        "prediction; this machine has none)",
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
         "convolution_workspaces": "estimated: no cuDNN was installed"
         if version is None
-        else f"answers of cuDNN {version}",
+        else f"reported by cuDNN {version}",
         "python": platform.python_version(),
         "memcallback": __version__,
         "date": today(),

@@ -2,7 +2,7 @@
 
     python benchmarks/page.py [--browser chromium]
 
-Two steps: one of 100,000 allocations and frees, made by hand, of 1,000 layers with different names;
+Two steps: one of 100,000 allocations and frees, generated, of 1,000 layers with different names;
 and Llama 2 7B's, traced on the meta device. Each page is opened in headless Chromium, in a profile
 of its own. By the page's clock, from the beginning of its loading to the end of its script and of
 the layout; and by ours, the whole run of the browser with a picture of the page, less that of an
@@ -176,7 +176,7 @@ def main() -> None:
     if browser is None:
         raise SystemExit("chromium is not on the path. Install it, or give --browser.")
     results = []
-    for name, make in (("1,000 layers, by hand", by_hand), ("Llama 2 7B", llama)):
+    for name, make in (("1,000 layers, generated", by_hand), ("Llama 2 7B", llama)):
         prediction = make()
         start = time.process_time()
         html = prediction.page().html()

@@ -32,8 +32,8 @@ class PeakErrors:
         highest_pct: The highest.
         under_estimated_share: The share of the peaks that were predicted lower than measured, by a
             byte or more; 0 to 1.
-        above_bound_share: The share that was measured above the upper bound that is stated for a
-            prediction: the upper end of the band outside of which a report calls a prediction off.
+        above_bound_share: The share that was measured higher than predicted by more than the
+            stated bound (see `Figure.is_above_bound`).
     """
 
     group: str

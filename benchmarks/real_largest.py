@@ -223,14 +223,20 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
             one = tried[size]
             if not one["trains"]:
                 return f"{size:,} (runs out of memory)"
-            retries = one["num_retries"]
-            return f"{size:,} ({f'trains, {retries} retries' if retries else 'trains'})"
+            return f"{size:,} (trains{_retried(one['num_retries'])})"
 
         sizes = ("suggested", "limit_without_retry", "limit", "above")
         cells = [row["name"], row["arch"], *(said(row[one]) for one in sizes)]
         lines.append(f"| {' | '.join(cells)} | {row['by_size']:,} |")
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
+
+
+def _retried(num_retries: int) -> str:
+    """How many retries a training had; nothing for none."""
+    if not num_retries:
+        return ""
+    return ", 1 retry" if num_retries == 1 else f", {num_retries} retries"
 
 
 def main() -> None:

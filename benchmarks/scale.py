@@ -71,6 +71,12 @@ KEPT = {
 }
 TORCHTITAN_2024 = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TORCHTITAN_A100 = "pytorch/torchtitan, docs/performance.md of 2024"
+#: As the sources say.
+DEVICES = (
+    "Predicted for the card in the column *fits*. The benchmarks of December 2024 ran on H100 GPUs "
+    "with 96 GB; those of docs/performance.md on A100 GPUs with 80 GB and, for 405 B, on H100 GPUs "
+    "with 94 GB."
+)
 NOT_REPORTED = (
     "Tensor, pipeline and context parallel jobs, torch.compile and float8, in which most public "
     "reports of 70 and 405 billion parameters are made.",
@@ -369,6 +375,7 @@ def to_markdown(
             f"{job.device} | {job.published} | {off} | {job.source} | {found.seconds:.0f} | "
             f"{format_bytes(found.resident_bytes)} |"
         )
+    lines += ["", DEVICES]
     alone, of_many = costs["1"], costs[str(NUM_RANKS)]
     times = of_many["seconds"] / alone["seconds"]
     is_met = times <= MOST_TIMES and of_many["resident_bytes"] <= MOST_RESIDENT_BYTES

@@ -296,9 +296,9 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
     ]
     lines += [*(f"- {name}: {text}" for name, text in about.items()), ""]
     lines += [
-        f"{len(judged)} rows of {len({row.case for row in judged})} models, each within "
-        f"{BAR_PCT:g} % of what was measured, allocated and reserved: "
-        f"**{'met' if not wrong else f'missed by {len(wrong)}'}**. The worst error is "
+        f"Required: each of the {len(judged)} rows ({len({row.case for row in judged})} models) "
+        f"within {BAR_PCT:g} % of the measured value, allocated and reserved. "
+        f"**{_missed(len(wrong))}** The worst error is "
         f"{max(errors, key=abs):+.3f} %; allocated memory is exact to the byte in {exact} rows.",
         "",
     ]
@@ -314,6 +314,13 @@ def to_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
         lines += [_line(row, of_case[0]) for row in of_case]
         lines.append("")
     return "\n".join([*lines[:-1], *not_reported(NOT_REPORTED), ""])
+
+
+def _missed(num_rows: int) -> str:
+    """How many rows miss what is required."""
+    if not num_rows:
+        return "No row misses it."
+    return "1 row misses it." if num_rows == 1 else f"{num_rows} rows miss it."
 
 
 def _line(row: Row, as_it_is: Row) -> str:

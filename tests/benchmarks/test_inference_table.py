@@ -47,6 +47,6 @@ def test_the_page_counts_exact_rows_apart_from_held_out_ones_and_keeps_errors():
         ],
         {"device": "a card"},
     )
-    assert "1 of 2 are exact to the byte, allocated and reserved; at most 10.000 % are off" in text
+    assert "1 of 2 are exact to the byte, allocated and reserved. The largest error is 10" in text
     assert "Held-out models: 1 of 1 are exact" in text
     assert "| x | d | | | | E: no |" in text
