@@ -85,6 +85,14 @@ def perceptron():
     )
 
 
+def compiled_transformer():
+    """Blocks that are compiled one by one, as for FSDP2."""
+    model = Transformer()
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
 class Recurrent(nn.Module):
     """Weights of few large matrices, one of them used twice."""
 
@@ -155,6 +163,7 @@ MODELS = {
 
 _OF_PYTORCH = tuple(MODELS)
 MODELS["opt"] = Opt, MODELS["transformer"][1]
+MODELS["compiled transformer"] = compiled_transformer, MODELS["transformer"][1]
 
 
 def loss_of(model, batch):
@@ -386,6 +395,14 @@ def of_libraries():
     }
 
 
+def of_compiled():
+    """Compiled blocks. A process that compiles them allocates more than one that finds its code."""
+    return {
+        f"compiled transformer, {strategy}": Case(strategy, "compiled transformer")
+        for strategy in ("ddp", "fsdp2")
+    }
+
+
 def of_pipelines(world_size):
     """Models in stages, one or two of them on each rank; each stage has parameters."""
 
@@ -517,7 +534,7 @@ def run(rank, world_size, folder, names):
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    every, found = cases(world_size) | of_lists() | of_libraries(), {}
+    every, found = cases(world_size) | of_lists() | of_libraries() | of_compiled(), {}
     for name in names:
         case = every[name]
         # The process group holds what the case before left to its last collective until another one

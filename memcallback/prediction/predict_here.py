@@ -176,6 +176,8 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
             "first dimension, so the batch cannot be made larger."
         )
         return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+    if first.has_compiled_passes:
+        return _alone(first, "torch.compile writes other code for another batch size")
     at = functools.cache(
         lambda size: first if size == batch_size else traces.at(size, sequence_length)
     )
@@ -190,21 +192,23 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
             traces.num_traces += 2
             with suppress(BatchDependentPath, PredictionError):
                 return replace(_line(at, 2, traces), exceptions={1: BatchTrace.single(first)})
-    reason = reason.rstrip(".")
+    return _alone(first, reason)
+
+
+def _alone(traced: TracedStep, reason: str) -> BatchTrace:
+    """A trace that knows its own batch size alone, and says why."""
     caveat = (
-        f"{ONLY} {batch_size} is predicted; each other one needs a trace of its own. The reason: "
-        f"{reason}."
+        f"{ONLY} {traced.batch_size} is predicted. Any other batch size needs its own trace. The "
+        f"reason: {reason.rstrip('.')}."
     )
-    return BatchTrace.single(replace(first, caveats=(*first.caveats, caveat)))
+    return BatchTrace.single(replace(traced, caveats=(*traced.caveats, caveat)))
 
 
 def _line(at: Callable[[int], TracedStep], batch_size: int, traces: Traces) -> BatchTrace:
     """The trace at any batch size, from traces at three; at four if a size is no straight line."""
     first, second = at(batch_size), at(batch_size + 1)
     try:
-        # Before a third trace is made, for which a compiled step is compiled once more.
-        line = BatchTrace.fit(first, second)
-        return line.verified(at(_far(batch_size)))
+        return BatchTrace.fit(first, second).verified(at(_far(batch_size)))
     except BatchDependentPath:
         if not is_same_path(first, second):
             raise
@@ -250,8 +254,8 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
     except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
         reason = str(error).rstrip(".")
     caveat = (
-        f"Only sequence length {sequence_length} is predicted; each other one needs traces of its "
-        f"own. The reason: {reason}."
+        f"Only sequence length {sequence_length} is predicted. Any other length needs its own "
+        f"traces. The reason: {reason}."
     )
     told = {
         size: replace(trace, caveats=(*trace.caveats, caveat))

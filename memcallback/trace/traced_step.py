@@ -57,6 +57,8 @@ class TracedStep:
         origins: The id of each allocation of a tensor -> where it comes from.
         modules: The model's modules, the root first; empty if they are not known.
         growths: The parts of it that repeat more often than was traced.
+        has_compiled_passes: Whether compiled code runs in a forward or backward pass. Inductor
+            writes other code for another batch size.
     """
 
     trace: AllocationTrace
@@ -69,6 +71,7 @@ class TracedStep:
     origins: Mapping[int, AllocationSource] = field(default_factory=dict, repr=False, compare=False)
     modules: tuple[ModuleInfo, ...] = field(default=(), repr=False)
     growths: tuple[Growth, ...] = field(default=(), repr=False)
+    has_compiled_passes: bool = False
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, SAMPLES)

@@ -68,7 +68,7 @@ from memcallback.trace.traced_step import TracedStep
 
 _FULL_HISTORY = (
     "LBFGS is assumed to run all its iterations, and to have a full history from the second update "
-    "on"
+    "on."
 )
 _LEAVE_IT_OUT = "Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
 _GIVE_LOSS = (
@@ -86,7 +86,7 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The memory of the step's later {} does not follow from the first ones: {}. Give at most {}: "
+    "The memory of the step's later {} does not follow from the first ones: {}. Give at most {} {}: "
     "up to that number each one is traced."
 )
 #: Patches must be undone in the reverse order.
@@ -136,7 +136,7 @@ def trace(request: TraceRequest) -> TracedStep:
             return traced
     what = "tokens" if request.step.stage is Stage.GENERATION else "batches"
     most = NUM_BEFORE + NUM_COMPARED * _PERIODS[-1]
-    raise PredictionError(_NOT_REGULAR.format(what, traced, most))
+    raise PredictionError(_NOT_REGULAR.format(what, traced, most, what))
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _attempt(
     num_chosen = request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
-    code = CompiledCode(mode, compiles=request.compiles and rank is None)
+    code = CompiledCode(mode, compiles=request.compiles)
     try:
         result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
@@ -224,7 +224,7 @@ def _run(
                 raise tracer.marks.failure(error, _hint(step)) from error
             finally:
                 tracer.close()
-    return tracer.as_traced(is_compilation_told=code.has_compiled or code.is_noted)
+    return tracer.as_traced(code)
 
 
 @contextmanager
@@ -440,7 +440,7 @@ class _Tracer:
             parameter.grad = None
         mode.modules = None
 
-    def as_traced(self, *, is_compilation_told: bool) -> TracedStep | Irregular:
+    def as_traced(self, code: CompiledCode) -> TracedStep | Irregular:
         """What was recorded; why parts that are to be repeated do not repeat."""
         ledger, request = self._mode.ledger, self._request
         batch_size = request.batch_size or request.step.batch_size.batch_size
@@ -454,7 +454,7 @@ class _Tracer:
                     request.step,
                     ledger.calls,
                     on_card=request.device is not None,
-                    is_compilation_told=is_compilation_told,
+                    is_compilation_told=code.has_compiled or code.is_noted,
                 ),
                 *self._mode.assumed,
             ),
@@ -463,6 +463,7 @@ class _Tracer:
             num_batches=(self._training.accumulate if self._training else 1) * self._num_parts,
             origins=ledger.origins,
             modules=self._infos,
+            has_compiled_passes=code.has_compiled_passes,
         )
         try:
             return grown(traced, self.marks.repeated_parts, ledger.cuts())

@@ -49,6 +49,17 @@ def two(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Of processes that found their code in Inductor's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for name in ("cold", "warm"):
+            found = run(tmp_path_factory.mktemp(name), 2, rank_cases.of_compiled())
+    return found
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return run(tmp_path_factory.mktemp("four"), 4, OF_FOUR)
 
@@ -74,6 +85,16 @@ def check(ranks, case):
 @pytest.mark.parametrize("case", OF_TWO)
 def test_each_of_two_ranks_predicts_its_own_peaks(two, case):
     check(two, case)
+
+
+@needs_2
+@pytest.mark.parametrize("case", rank_cases.of_compiled())
+def test_ranks_predict_their_compiled_blocks(compiled, case):
+    check(compiled, case)
+    assert any(
+        caveat.startswith("Compiled code is predicted from")
+        for caveat in compiled[0][case]["caveats"]
+    )
 
 
 @needs_4

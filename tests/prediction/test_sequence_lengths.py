@@ -134,7 +134,7 @@ def test_where_the_path_depends_on_the_length_that_is_said():
     )
     (caveat,) = (caveat for caveat in predicted.caveats if "sequence length" in caveat)
     assert caveat.startswith(
-        "Only sequence length 64 is predicted; each other one needs traces of its own. The reason: "
+        "Only sequence length 64 is predicted. Any other length needs its own traces. The reason: "
         "the step does something else at another sequence length: it has "
     )
     check(predicted.at(7), traced(make_step(64, 7, model=ChunkedHead(fused=True))))

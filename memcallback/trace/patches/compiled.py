@@ -15,6 +15,7 @@ from torch import nn
 import memcallback
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import torch_version
+from memcallback.core.types import Phase
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
 
@@ -26,9 +27,9 @@ _AS_EAGER = (
 #: The 200 MiB: benchmarks/compiled.py, on a virtual H200 and A100, 2026-11-25.
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
-    "figures are those of a training that finds this code in Inductor's cache. One that has to "
-    "compile needs more in its first steps, and can keep more reserved from then on: at most 200 "
-    "MiB in 56 steps that were measured."
+    "values are for a training that finds this code in Inductor's cache. A training that has to "
+    "compile needs more in its first steps. It can also keep more memory reserved afterwards: at "
+    "most 200 MiB in 56 measured steps."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') warm up in the first update, are "
@@ -53,6 +54,7 @@ class CompiledCode:
     Attributes:
         compiles: Whether it is compiled for the card.
         has_compiled: Whether anything was compiled for the card.
+        has_compiled_passes: Whether that was more than the update of an optimizer.
         is_noted: Whether it was said that some code was not.
     """
 
@@ -60,7 +62,7 @@ class CompiledCode:
         self._mode = mode
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
-        self.has_compiled = self.is_noted = False
+        self.has_compiled = self.has_compiled_passes = self.is_noted = False
         self._graphs: Any = None
 
     def patches(self) -> Iterator[Patch]:
@@ -127,6 +129,8 @@ class CompiledCode:
                 self.note(f"{name} ({_reason(error)}, while it was compiled)")
                 return skip
             self.has_compiled = True
+            if self._mode.ledger.phase is not Phase.OPTIMIZER_STEP:
+                self.has_compiled_passes = True
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
             return compiled
 
