@@ -86,8 +86,8 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The memory of the step's later {} does not follow from the first ones: {}. Give at most {} {}: "
-    "up to that number each one is traced."
+    "The memory of the step's later {0} does not follow from the first ones: {1}. Give at most {2} "
+    "{0}: up to that number each one is traced."
 )
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()
@@ -136,7 +136,7 @@ def trace(request: TraceRequest) -> TracedStep:
             return traced
     what = "tokens" if request.step.stage is Stage.GENERATION else "batches"
     most = NUM_BEFORE + NUM_COMPARED * _PERIODS[-1]
-    raise PredictionError(_NOT_REGULAR.format(what, traced, most, what))
+    raise PredictionError(_NOT_REGULAR.format(what, traced, most))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import os
 
 import lightning
 import pytest
+import rank_cases
 import torch
 import torch._dynamo
 from torch import nn
@@ -210,6 +211,46 @@ def test_activation_checkpointing_inside_of_compiled_code_is_predicted_compiled(
 
     # Nothing is kept for the backward pass but what is the loss's own.
     assert step(is_checkpointed=True) < step(is_checkpointed=False)
+
+
+def test_compiled_blocks_on_a_rank_are_predicted_as_they_ran_on_two_devices():
+    make_batch = rank_cases.MODELS["compiled transformer"][1]
+    step = mc.TrainingStep(
+        rank_cases.compiled_transformer(),
+        make_batch(),
+        loss=rank_cases.loss_of,
+        optimizer=torch.optim.AdamW,
+        ranks=mc.Ranks(2, "fsdp2"),
+    )
+    prediction = mc.predict(step, device=CARD)
+    assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
+    # Measured with PyTorch 2.11 on two virtual H200, with the code in the cache.
+    peaks = {window.label: window.peak_allocated_bytes for window in prediction.step.windows}
+    assert peaks["forward"] == 153_903_616
+    assert peaks["backward"] == 164_628_992
+    assert prediction.peak_reserved_bytes == 226_492_416
+
+
+def test_a_compiled_step_is_traced_at_its_own_batch_size_alone():
+    seen = []
+    prediction = predict(
+        torch.compile(perceptron()), 64, progress=lambda done, num_all: seen.append(done)
+    )
+    assert max(seen) == 1  # three are done for a step that is not compiled
+    (sentence,) = said(prediction, "Only batch size 64 is predicted")
+    assert "torch.compile writes other code for another batch size" in sentence
+    with pytest.raises(ValueError, match="batch size 65"):
+        prediction.at(65)
+
+
+def test_a_step_of_which_only_the_optimizer_is_compiled_is_known_at_any_batch_size():
+    step = mc.TrainingStep(
+        nn.Linear(1024, 1024), torch.zeros(64, 1024), loss=squares, optimizer=CompiledAdamW
+    )
+    prediction = mc.predict(step, device=CARD)
+    assert said(prediction, COMPILED)
+    assert prediction.at(128).peak_allocated_bytes > prediction.peak_allocated_bytes
 
 
 def test_other_compilers_are_not_run():
