@@ -3,9 +3,10 @@
     python benchmarks/compiled.py [NAME ...]
 
 Each step is trained twice in new processes with an empty cache of Inductor: the first one compiles
-(cold), the second one finds its code in the cache (warm). Then it is predicted in a third. Compared
-is the fourth update: its peak allocated, and what is reserved at the end of it. Steps with CUDA
-graphs reserve most as they warm up or are recorded: that is compared too.
+(cold), the second one finds its code in the cache (warm). Then it is predicted in a third. Each
+update moves a batch to the device, as the prediction assumes. Compared is the fourth update: its
+peak allocated, and what is reserved at the end of it. Steps with CUDA graphs reserve most as they
+warm up or are recorded: that is compared too.
 
 The result goes to `benchmarks/results/<device>-<date>/` as compiled.json and compiled.md, to those
 of the same day that are there already.
@@ -36,20 +37,21 @@ def measured(name: str) -> dict[str, int]:
     case = CASES[name]
     model = case.model().cuda()
     trained = case.compiled(model)
-    batch = tree_map_only(torch.Tensor, torch.Tensor.cuda, case.batch())
+    on_host = case.batch()
     optimizer = case.optimizer(model.parameters())
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(case.precision)
     scaler = torch.amp.GradScaler("cuda", enabled=case.precision == "16-mixed")
     most: list[int] = []
     for _ in range(NUM_UPDATES):
         torch.cuda.reset_peak_memory_stats()
+        batch = tree_map_only(torch.Tensor, torch.Tensor.cuda, on_host)
+        optimizer.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             loss = case.loss(trained, batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        del loss
+        del loss, batch
         most.append(torch.cuda.max_memory_reserved())
     return {
         "allocated": torch.cuda.max_memory_allocated(),
@@ -175,7 +177,10 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
     if left:
         lines += ["", f"Not run: {'; '.join(left)}."]
     lines += not_reported(
-        ["Allocated in the second and third update.", "What PyTorch chooses by measuring."]
+        [
+            "Allocated in the second and third update.",
+            "Kernels that PyTorch chooses by timing them on the card.",
+        ]
     )
     (folder / "compiled.md").write_text("\n".join(lines) + "\n")
 
@@ -192,16 +197,17 @@ def summary(rows: dict[str, dict[str, dict[str, int]]]) -> str:
         errors = [abs(error(row, what)) for row in rows.values()]
         exact, close = (sum(size <= most for size in errors) for most in (0, near))
         sentences.append(
-            f"{what}: {exact} exact, {close} within {near:.0%}, most {max(errors):.2%} off"
+            f"{what.capitalize()}: {exact} exact, {close} within {near:.0%}, largest error "
+            f"{max(errors):.2%}."
         )
     first, last = (
         max(row["cold"][what] - row["predicted"][what] for row in rows.values())
         for what in ("reserved_first", "reserved")
     )
     return (
-        f"{len(rows)} steps, beside the warm process. {'; '.join(sentences)}. The cold process "
-        f"reserved at most {first / MiB:.0f} MiB more than predicted in the first update, "
-        f"{last / MiB:.0f} MiB in the fourth."
+        f"{len(rows)} steps, compared with the warm process. {' '.join(sentences)} In the first "
+        f"update the cold process reserved at most {first / MiB:.0f} MiB more than predicted; in "
+        f"the fourth, at most {last / MiB:.0f} MiB more."
     )
 
 

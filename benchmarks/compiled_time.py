@@ -103,8 +103,8 @@ def main() -> None:
     lines = [
         "# How long the prediction of a compiled step takes",
         "",
-        f"{ratio:.2f} times as long as torch.compile takes to write its code (the median of "
-        f"{len(rounds)} rounds): {NAME}, forward and backward pass, with an empty cache.",
+        f"The prediction takes {ratio:.2f} times as long as torch.compile takes to write its code "
+        f"(median of {len(rounds)} rounds). Step: {NAME}, forward and backward pass, empty cache.",
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
