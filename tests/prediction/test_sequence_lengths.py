@@ -138,7 +138,7 @@ def test_where_the_path_depends_on_the_length_that_is_said():
         "the step does something else at another sequence length: it has "
     )
     check(predicted.at(7), traced(make_step(64, 7, model=ChunkedHead(fused=True))))
-    with pytest.raises(UnknownSequenceLength, match="traced at sequence length 64 alone"):
+    with pytest.raises(UnknownSequenceLength, match="traced at sequence length 64 only"):
         predicted.at(sequence_length=96)
 
 
