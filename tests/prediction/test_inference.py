@@ -106,7 +106,9 @@ def test_the_largest_batches_fit_with_every_repetition_and_ones_a_little_larger_
     # A concatenation leaves the blocks that it grew out of, which an estimate knows in part.
     assert not prediction.at(prediction.limit_without_retry * 26 // 25).fits_without_retry
     assert not prediction.at(prediction.limit * 26 // 25).fits
-    assert any("other batch sizes were replayed without some" in caveat for caveat in prediction.caveats)
+    assert any(
+        "other batch sizes were replayed without some" in caveat for caveat in prediction.caveats
+    )
 
 
 def test_grad_mode_keeps_what_a_backward_pass_would_need():
