@@ -103,6 +103,7 @@ def main() -> None:
         print(json.dumps(run(given.names[0])))
         return
     rows, problems = earlier()
+    is_one_run = not rows
     for name in given.names or CASES:
         problems.pop(name, None)
         with tempfile.TemporaryDirectory() as cache:
@@ -116,7 +117,7 @@ def main() -> None:
                 problems[name] = str(problem).strip().splitlines()[-1]
         print(name, rows.get(name) or problems[name], flush=True)
         if rows:
-            write(rows, problems)
+            write(rows, problems, is_one_run=is_one_run)
 
 
 def earlier() -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
@@ -128,7 +129,9 @@ def earlier() -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
     return result["steps"], result["problems"]
 
 
-def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) -> None:
+def write(
+    rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str], *, is_one_run: bool
+) -> None:
     """Write the result; after each step, as all of them take a while."""
     device = torch.cuda.get_device_name()
     about = {
@@ -136,7 +139,9 @@ def write(rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str]) 
         "driver": driver(),
         "versions": f"Python {sys.version.split()[0]}, torch {torch.__version__}",
         "date": today(),
-        "command": command(),
+        "command": command()
+        if is_one_run
+        else "python benchmarks/compiled.py, in several runs with names",
     }
     folder = results_folder(device)
     folder.mkdir(parents=True, exist_ok=True)
