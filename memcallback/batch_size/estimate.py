@@ -356,8 +356,8 @@ def estimate_from_trace(
         )
     elif is_read and most_outside_bytes is not None:
         leaves_out.append(
-            f"the size of a CUDA context that is not open yet ({format_bytes(outside_bytes)} are "
-            f"counted outside of the allocator{kept})"
+            f"the size of a CUDA context that is not open yet (with what other processes use, "
+            f"{format_bytes(outside_bytes)} are counted outside of the allocator{kept})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")

@@ -19,15 +19,16 @@ from memcallback.batch_size.rank_kinds import AnyDevice, RankKind, job_of, liste
 from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.batch_size.sequence_lengths import buckets, sequence_lengths_of
 from memcallback.core.errors import PredictionError
-from memcallback.core.step_memory import DeviceMemory, StepMemory
+from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Kind
 from memcallback.core.validation import DEFAULT_HEADROOM, DEFAULT_MULTIPLE
 from memcallback.devices.catalogue import Device, architectures
-from memcallback.devices.local import local_memory, outside_memory
+from memcallback.devices.local import LocalMemory, local_memory, outside_memory
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.architectures import would_fit
 from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
+from memcallback.prediction.length_trace import UnknownSequenceLength
 from memcallback.prediction.predict_here import ONLY, Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
@@ -185,7 +186,7 @@ class _Wanted:
     measured: StepMemory | None
     lengths: _Lengths
     validation: InferenceStep | None
-    memory: Sequence[tuple[Device, DeviceMemory | None]]
+    memory: Sequence[tuple[Device, LocalMemory | None]]
 
 
 def _suggest(
@@ -240,7 +241,7 @@ def _for_one(
 
     def with_verification(num_done: int, num_all: int) -> None:
         nonlocal num_traces
-        num_traces = num_all
+        num_traces = num_done + 1  # the last one is not reported
         progress(num_done, num_all + num_others)
 
     prediction = predict_here(
@@ -279,7 +280,7 @@ def _for_one(
             headroom=wanted.headroom,
             bounds=bounds,
             bucket_bytes=more_bytes,
-            retraced=_retraced(step, prediction, bounds.most, num_traces, with_verification),
+            retraced=retraced,
         )
 
     validated, why_not = None, ""
@@ -309,13 +310,21 @@ def _for_one(
         lengths = buckets(lengths, step_of_lengths or lengths[-1])
     by_length = {}
     for length in lengths[:-1]:  # that of the longest is verified below
-        of_length = estimate_of(prediction.at(sequence_length=length))
+        of_length = estimate_of(_at_length(prediction, step, length))
         if of_length is not None:
             by_length[length] = of_length.best_batch_size()
     estimate = _verified(estimate, step, prediction, estimate_of)
     if lengths:
         by_length[lengths[-1]] = estimate.best_batch_size()
     return estimate, by_length
+
+
+def _at_length(prediction: Prediction, step: Step, length: int) -> Prediction:
+    """The prediction at another sequence length, by a trace of its own if no other knows it."""
+    try:
+        return prediction.at(sequence_length=length)
+    except UnknownSequenceLength:
+        return predict_here(step, device=prediction.device, sequence_length=length)
 
 
 def _retraced(

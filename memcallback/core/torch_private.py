@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     decompositions: Any
     SavedTensor: Any
     module_call: Any
+    has_cuda_context: Callable[[int], bool]
     c10d_bindings: Any
     current_autograd_node: Callable[[], Any]
     next_sequence_nr: Callable[[], int]
@@ -138,6 +139,12 @@ PARTS = {
         "_cuda_attach_out_of_memory_observer",
         "allocator states of out-of-memory errors",
         lambda observer: None,
+    ),
+    "has_cuda_context": _Part(
+        "torch._C",
+        "_cuda_hasPrimaryContext",
+        "the size of this process's CUDA context",
+        lambda index: torch.cuda.memory_reserved(index) > 0,
     ),
     "c10d_bindings": _Part("torch._C", "_distributed_c10d", _TRACE),
     "resolve_process_group": _Part(

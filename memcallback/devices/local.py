@@ -10,6 +10,7 @@ import torch
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.step_memory import DeviceMemory
+from memcallback.core.torch_private import has_cuda_context
 from memcallback.devices.catalogue import (
     CATALOGUE,
     Device,
@@ -37,11 +38,21 @@ def resolve(
     return spec
 
 
-def local_memory(device: Device) -> DeviceMemory | None:
+class LocalMemory(NamedTuple):
+    """What is used of a device of this machine, and whether this process has a context there."""
+
+    device: DeviceMemory
+    has_context: bool
+
+
+def local_memory(device: Device) -> LocalMemory | None:
     """What is used of a device of this machine now; None for other devices."""
     if not isinstance(device, DeviceSpec) or device.local_index is None:
         return None
-    return device_memory(torch.device("cuda", device.local_index))
+    memory = device_memory(torch.device("cuda", device.local_index))
+    # Afterwards: without NVML, reading it opens the context.
+    has_context = torch.cuda.is_initialized() and has_cuda_context(device.local_index)
+    return LocalMemory(memory, has_context)
 
 
 class OutsideMemory(NamedTuple):
@@ -57,12 +68,12 @@ class OutsideMemory(NamedTuple):
     most_bytes: int | None
 
 
-def outside_memory(device: Device, memory: DeviceMemory | None) -> OutsideMemory | None:
+def outside_memory(device: Device, memory: LocalMemory | None) -> OutsideMemory | None:
     """What of a local device is used outside of this process's allocator; None for others."""
     if not isinstance(device, DeviceSpec) or memory is None:
         return None
-    used, others = memory.non_pytorch_bytes or 0, memory.other_processes_bytes
-    if memory.this_process_bytes or memory.reserved_bytes:
+    used, others = memory.device.non_pytorch_bytes or 0, memory.device.other_processes_bytes
+    if memory.has_context:
         # NCCL may not be open yet.
         return OutsideMemory(max(used, (others or 0) + device.outside_bytes), None)
     # Without a context of its own, all that is used is used by others.

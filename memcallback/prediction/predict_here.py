@@ -144,6 +144,8 @@ class Traces:
                 )
             )
         self.num_done += 1
+        if traced.has_compiled_passes and self.num_done == 1:
+            self.num_traces = 1
         if self._progress is not None and self.num_done < self.num_traces:
             self._progress(self.num_done, self.num_traces)
         return traced
@@ -246,13 +248,16 @@ def _length_trace(traces: Traces, batch_size: int, sequence_length: int) -> Sequ
             },
         )
 
-    _, second, third, last = lengths_to_trace(sequence_length)
-    try:
-        known = {sequence_length: own, second: traced(second), third: traced(third)}
-        sizes = (_far(batch_size) if is_any else batch_size, *own.exceptions)
-        return SequenceLengthTrace.fit(known, (last, [traces.at(size, last) for size in sizes]))
-    except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
-        reason = str(error).rstrip(".")
+    if own.traced.has_compiled_passes:
+        reason = "torch.compile writes other code for another length"
+    else:
+        _, second, third, last = lengths_to_trace(sequence_length)
+        try:
+            known = {sequence_length: own, second: traced(second), third: traced(third)}
+            sizes = (_far(batch_size) if is_any else batch_size, *own.exceptions)
+            return SequenceLengthTrace.fit(known, (last, [traces.at(size, last) for size in sizes]))
+        except (BatchDependentPath, LengthDependentPath, PredictionError) as error:
+            reason = str(error).rstrip(".")
     caveat = (
         f"Only sequence length {sequence_length} is predicted. Any other length needs its own "
         f"traces. The reason: {reason}."

@@ -34,7 +34,7 @@ _STOPPED = "PyTorch refuses that with an error"
 
 def compilation(step: TrainingStep) -> Iterator[Saving]:
     """Compiling what is not compiled, and smaller budgets for what is."""
-    if step.ranks is not None:  # which are traced without compilation
+    if step.ranks is not None:  # not compared with what ranks need
         return
     if not any(map(has_compiled_code, step.model.modules())):
         yield Saving(

@@ -11,10 +11,15 @@ import torch
 
 from memcallback.batch_size.estimate import check_headroom, estimate
 from memcallback.core.errors import PredictionError
-from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.catalogue import Device, DeviceSpec
-from memcallback.devices.local import OutsideMemory, local_memory, outside_memory, resolve
+from memcallback.devices.local import (
+    LocalMemory,
+    OutsideMemory,
+    local_memory,
+    outside_memory,
+    resolve,
+)
 from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
@@ -130,7 +135,7 @@ def plan_here(
     step: TrainingStep,
     *,
     device: Device,
-    memory: DeviceMemory | None,
+    memory: LocalMemory | None,
     headroom: float,
     progress: TraceProgress,
     batch_size: int | None = None,

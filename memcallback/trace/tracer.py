@@ -156,7 +156,9 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
         )
 
     def trace_one(rank: int, messages: Messages) -> TracedStep:
-        own = request if rank == ranks.rank else replace(request, bounds=Bounds())
+        # Shapes, which others send, are the same without compilation.
+        others = replace(request, bounds=Bounds(), compiles=False)
+        own = request if rank == ranks.rank else others
         traced = _trace(own, _Rank(ranks.as_rank(rank), messages))
         assert isinstance(traced, TracedStep)
         return traced

@@ -131,22 +131,24 @@ def test_on_a_card_of_this_machine_a_context_that_is_not_open_yet_is_assumed(mon
     here = replace(card, local_index=0)
     step = mc.TrainingStep(nn.Linear(512, 512), torch.zeros(4, 512))
 
-    def advice(**memory):
+    def advice(*, is_open=False, **memory):
         unused = DeviceMemory(
             capacity_bytes=card.capacity_bytes, used_bytes=0, other_processes_bytes=0
         )
         read = replace(unused, **memory)
         monkeypatch.setattr(local, "device_memory", lambda device: read)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_open)
+        monkeypatch.setattr(local, "has_cuda_context", lambda index: is_open)
         return mc.suggest_batch_size(step, device=here)
 
     before = advice()
     assert before.budget_bytes == mc.suggest_batch_size(step, device=card).budget_bytes == 7 * GiB
     assert any(
-        "a CUDA context that is not open yet (512.00 MiB are counted outside of the allocator; "
-        "1024.00 MiB are kept free)" in text
+        "a CUDA context that is not open yet (with what other processes use, 512.00 MiB are "
+        "counted outside of the allocator; 1024.00 MiB are kept free)" in text
         for text in before.leaves_out
     )
-    opened = advice(used_bytes=600 * MiB, this_process_bytes=600 * MiB, reserved_bytes=0)
+    opened = advice(is_open=True, used_bytes=600 * MiB, reserved_bytes=0)
     assert opened.budget_bytes == int(0.95 * 8 * GiB) - 600 * MiB
     assert opened.most_outside_bytes is None
 

@@ -10,7 +10,7 @@ from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.units import GiB, MiB
 from memcallback.devices import local
 from memcallback.devices.catalogue import find_device
-from memcallback.devices.local import local_memory, outside_memory, resolve
+from memcallback.devices.local import LocalMemory, local_memory, outside_memory, resolve
 
 
 def properties(**changes):
@@ -109,6 +109,8 @@ def test_a_local_device_knows_what_others_use_of_it_and_another_one_does_not(car
         capacity_bytes=79 * GiB, used_bytes=9 * GiB, reserved_bytes=GiB, other_processes_bytes=GiB
     )
     monkeypatch.setattr(local, "device_memory", lambda device: seen.append(device) or memory)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(local, "has_cuda_context", lambda index: index == 1)
     assert outside_memory(here, local_memory(here)) == (8 * GiB, None)
     assert resolve(here) is here
     assert seen == [torch.device("cuda", 1)]
@@ -124,9 +126,14 @@ def test_a_context_that_is_not_open_yet_is_assumed_and_not_measured(card, others
     memory = DeviceMemory(
         capacity_bytes=79 * GiB, used_bytes=GiB, reserved_bytes=0, other_processes_bytes=others
     )
-    assert outside_memory(here, memory) == (
+    assert outside_memory(here, LocalMemory(memory, has_context=False)) == (
         GiB + here.outside_bytes,
         GiB + here.most_outside_bytes,
+    )
+    # Where NVML does not know processes either.
+    assert outside_memory(here, LocalMemory(memory, has_context=True)) == (
+        max(GiB, (others or 0) + here.outside_bytes),
+        None,
     )
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
+from memcallback.prediction import predict_here
+from memcallback.prediction.predict_here import Traces
 from memcallback.trace.patches.generated_code import module_of
 
 pytestmark = [
@@ -237,11 +239,50 @@ def test_a_compiled_step_is_traced_at_its_own_batch_size_alone():
     prediction = predict(
         torch.compile(perceptron()), 64, progress=lambda done, num_all: seen.append(done)
     )
-    assert max(seen) == 1  # three are done for a step that is not compiled
+    assert not any(seen)  # traces that are done before the last one
     (sentence,) = said(prediction, "Only batch size 64 is predicted")
     assert "torch.compile writes other code for another batch size" in sentence
     with pytest.raises(ValueError, match="batch size 65"):
         prediction.at(65)
+
+
+def test_a_suggestion_for_a_compiled_step_traces_each_size_once(monkeypatch):
+    traced = []
+    original = Traces.at
+
+    def at(traces, batch_size, sequence_length):
+        traced.append((batch_size, sequence_length))
+        return original(traces, batch_size, sequence_length)
+
+    monkeypatch.setattr(Traces, "at", at)
+    monkeypatch.setattr(predict_here, "is_in_child", lambda: True)
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    step = mc.TrainingStep(model, torch.zeros(8, 32, 64), loss=squares, sequence_length=32)
+    options = {"device": CARD, "max_batch_size": 64, "isolate": False}
+    mc.suggest_batch_size(step, **options)
+    assert len(traced) == len(set(traced))
+    by_length = mc.suggest_batch_size(step, sequence_lengths=[16, 32], **options)
+    assert set(by_length.by_sequence_length) == {16, 32}
+
+
+def test_another_length_of_a_compiled_step_is_not_tried():
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()))
+    step = mc.TrainingStep(model, torch.zeros(8, 32, 64), loss=squares, sequence_length=32)
+    prediction = mc.predict(step, device=CARD)
+    (sentence,) = said(prediction, "Only sequence length 32 is predicted")
+    assert "torch.compile writes other code for another length" in sentence
+
+
+def test_compiled_code_without_tensors_does_not_make_a_step_compiled():
+    add_one = torch.compile(lambda number: number + 1)
+
+    def loss(model, batch):
+        return squares(model, batch) * add_one(1)
+
+    step = mc.TrainingStep(nn.Linear(64, 64), torch.zeros(8, 64), loss=loss)
+    prediction = mc.predict(step, device=CARD)
+    assert not said(prediction, COMPILED)
+    assert prediction.at(16).batch_size == 16
 
 
 def test_a_step_of_which_only_the_optimizer_is_compiled_is_known_at_any_batch_size():
@@ -273,7 +314,10 @@ def test_what_counts_as_allocated_with_cuda_graphs_is_said():
     assert sentence.endswith("compare reserved memory.")
 
 
-def test_a_step_whose_compiled_code_fails_keeps_the_largest_possible_shapes(monkeypatch):
+@pytest.fixture
+def broken_code(monkeypatch):
+    """Compiled code that fails as it runs in a trace."""
+
     def broken(code, mode):
         module = module_of(code, mode)
         module.call = fails
@@ -282,6 +326,29 @@ def test_a_step_whose_compiled_code_fails_keeps_the_largest_possible_shapes(monk
     def fails(args):
         raise RuntimeError("no kernel")
 
+    monkeypatch.setattr("memcallback.trace.patches.inductor.module_of", broken)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_whose_compiled_code_fails_is_predicted_without_compilation(broken_code, rank):
+    def stages(*, is_compiled):
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(2)]
+        for layer in layers if is_compiled else ():
+            layer.compile()
+        step = mc.TrainingStep(
+            nn.Sequential(*layers),
+            torch.zeros(32, 64),
+            loss=squares,
+            ranks=mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2),
+        )
+        return mc.predict(step, device=CARD)
+
+    compiled = stages(is_compiled=True)
+    assert said(compiled, "Compiled code was traced as it would run without")
+    assert compiled.peak_allocated_bytes == stages(is_compiled=False).peak_allocated_bytes
+
+
+def test_a_step_whose_compiled_code_fails_keeps_the_largest_possible_shapes(broken_code):
     def of_some(model, batch):
         samples, classes = batch
         return model(samples[classes == 0]).sum()
@@ -289,7 +356,6 @@ def test_a_step_whose_compiled_code_fails_keeps_the_largest_possible_shapes(monk
     batch = torch.zeros(32, 64), torch.arange(32) % 10
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
     step = mc.TrainingStep(torch.compile(model), batch, loss=of_some)
-    monkeypatch.setattr("memcallback.trace.patches.inductor.module_of", broken)
     said = " ".join(mc.predict(step, device="NVIDIA H200").caveats)
     assert "without compilation" in said
     assert "the largest possible was assumed" in said

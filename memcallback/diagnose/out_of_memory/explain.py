@@ -113,8 +113,13 @@ def at_failed_size(
         and isinstance(prediction.device, DeviceSpec)
         and state.available_bytes is not None
     ):
-        capacity_bytes = state.available_bytes + prediction.device.outside_bytes
-        device = replace(prediction.device, capacity_bytes=capacity_bytes)
+        # What is outside the allocator is known then, and not available.
+        device = replace(
+            prediction.device,
+            capacity_bytes=state.available_bytes,
+            context_bytes=0,
+            communication_bytes=0,
+        )
         return replace(prediction, device=device)
     return prediction
 

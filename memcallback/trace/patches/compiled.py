@@ -21,6 +21,7 @@ from memcallback.trace.patches.patching import Patch
 
 _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _OWN = os.path.dirname(memcallback.__file__) + os.sep
+_OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 _AS_EAGER = (
     "Compiled code ran as it would without compilation, which may need more or less memory: {}."
 )
@@ -128,8 +129,12 @@ class CompiledCode:
                 raise_if_meant(error)
                 self.note(f"{name} ({_reason(error)}, while it was compiled)")
                 return skip
+            if compiled.guarded_code is None:
+                return compiled  # there was nothing to compile
             self.has_compiled = True
-            if self._mode.ledger.phase is not Phase.OPTIMIZER_STEP:
+            in_update = self._mode.ledger.phase is Phase.OPTIMIZER_STEP
+            # Of optimizers in hooks of the backward pass too.
+            if not in_update and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
                 self.has_compiled_passes = True
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
             return compiled

@@ -74,7 +74,8 @@ class Messages:
         self._num_messages: Counter[tuple[int, int]] = Counter()
 
     def patches(self) -> Iterator[Patch]:
-        """Replace the functions that send and receive objects."""
+        """Replace the functions that send and receive objects, for one attempt to trace."""
+        self._num_messages.clear()
 
         def send(
             objects: list[Any],
