@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     decompositions: Any
     SavedTensor: Any
     module_call: Any
-    has_cuda_context: Callable[[int], bool]
     c10d_bindings: Any
     current_autograd_node: Callable[[], Any]
     next_sequence_nr: Callable[[], int]
@@ -139,12 +138,6 @@ PARTS = {
         "_cuda_attach_out_of_memory_observer",
         "allocator states of out-of-memory errors",
         lambda observer: None,
-    ),
-    "has_cuda_context": _Part(
-        "torch._C",
-        "_cuda_hasPrimaryContext",
-        "the size of this process's CUDA context",
-        lambda index: torch.cuda.memory_reserved(index) > 0,
     ),
     "c10d_bindings": _Part("torch._C", "_distributed_c10d", _TRACE),
     "resolve_process_group": _Part(
@@ -266,6 +259,12 @@ def cpu_reporter_address() -> int | None:
     find.restype = ctypes.c_void_p
     address: int | None = find()
     return address
+
+
+def has_cuda_context(index: int) -> bool:
+    """Whether this process has opened its context on a CUDA device; a build for CPUs cannot ask."""
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return torch.cuda.memory_reserved(index) > 0 if has_context is None else has_context(index)
 
 
 def refuse_cuda() -> None:
