@@ -330,6 +330,8 @@ def test_the_reference_says_what_docstrings_and_help_say():
     pytest.importorskip("griffe")
     reference = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["reference"]
     stale = [path.name for path, text in reference().items() if path.read_text() != text]
+    if sys.version_info >= (3, 13):  # whose argparse writes options in another way
+        stale = [name for name in stale if name != "command-line.md"]
     assert stale == [], "run python docs/write_reference.py"
 
 

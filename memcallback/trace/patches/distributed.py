@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
 from torch import nn
@@ -17,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from memcallback.core.tensors import torch_version
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.collectives import unwaited
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import Patch
+from memcallback.trace.patches.patching import Patch, patched
 
+#: It refuses pipelines whose stages do not know their shapes.
+_OLDEST_THAT_KNOWS_FAKE_GROUPS = (2, 14)
 #: Thread numbers that no thread has.
 _THREADS = count(-1, -1)
 
@@ -53,6 +57,21 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     yield parameter, "reset_sharded_param", _reset_sharded_param(parameter.reset_sharded_param)
     original = parameter.init_all_gather_outputs
     yield parameter, "init_all_gather_outputs", _init_all_gather_outputs(mode, original)
+    if torch_version() >= _OLDEST_THAT_KNOWS_FAKE_GROUPS:
+        from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+        vote = _PipelineSchedule._warmup_p2p
+        yield _PipelineSchedule, "_warmup_p2p", _as_in_a_real_group(vote)
+
+
+def _as_in_a_real_group(vote: Callable[..., None]) -> Callable[..., None]:
+    """Let stages send each other their shapes: a trace passes them on, a fake group does not."""
+
+    def in_a_real_group(*args: Any, **kwargs: Any) -> None:
+        with patched([(dist, "get_backend", lambda *args, **kwargs: "nccl")]):
+            vote(*args, **kwargs)
+
+    return in_a_real_group
 
 
 def _device_type(mode: TraceMode) -> property:
