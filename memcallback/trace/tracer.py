@@ -290,7 +290,7 @@ class _Tracer:
         )
         beside = step.beside()
         # By where they are: on the host, or on the device. Before the model is on a device, those
-        # on the host may be moved with it.
+        # on the host may be moved with it. A buffer that is still on the host then stays there.
         is_moved = any(one.device.type not in ("cpu", "meta") for one in step.model.parameters())
         attributes = {
             is_host: plain_tensors(step.model, on_host=is_host)
@@ -298,6 +298,11 @@ class _Tracer:
             else {}
             for is_host in (True, False)
         }
+        host_buffers = [
+            buffer
+            for buffer in step.model.buffers()
+            if mode.spec and is_moved and buffer.device.type == "cpu"
+        ]
         (
             self._model,
             self._batches,
@@ -306,6 +311,7 @@ class _Tracer:
             self._losses,
             self._forward,
             self._attributes,
+            self._host_buffers,
         ) = fake_copy(
             (
                 step.model,
@@ -315,6 +321,7 @@ class _Tracer:
                 training.functions_to_copy() if training else (),
                 self._inference.functions_to_copy() if self._inference else (),
                 attributes,
+                host_buffers,
             ),
             mode,
             compiles=request.compiles,
@@ -351,7 +358,11 @@ class _Tracer:
             flatten_rnn_weights(self._model)
         if self._ranks is None:
             mode.is_recording = True
-            self.marks.add_model("cuda" for _ in in_order_of_moving(self._model))
+            on_host = set(map(id, self._host_buffers))
+            self.marks.add_model(
+                "cpu" if id(tensor) in on_host else "cuda"
+                for _, tensor in in_order_of_moving(self._model)
+            )
         else:
             self._parallelize(self._ranks)
         for is_host, attributes in self._attributes.items():

@@ -281,6 +281,7 @@ PROGRAMS = {
     ),
     "plain-attributes": lambda: (Groups(), torch.zeros(64, 512), {}),
     "positions-on-the-host": lambda: (Positions(), torch.zeros(64, 512), {}),
+    "a-buffer-on-the-host": lambda: (Permuted(), torch.zeros(64, 512), {}),
     "grouped-queries": lambda: (
         GroupedQueries(),
         torch.zeros(4, 512, 512),
@@ -317,6 +318,23 @@ class Positions(nn.Module):
         y = self.features(x)
         y = y + self.positions.detach().type_as(y).to(device=y.device, copy=True)
         return y * self.positions[:32].repeat(2, 1).to(y.device)
+
+
+class Permuted(nn.Module):
+    """Moves its layer alone: its buffer stays on the host, as that of BOFT in PEFT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(512, 512)
+        self.register_buffer("order", torch.eye(512), persistent=False)
+
+    def cuda(self):
+        self.features.cuda()
+        return self
+
+    def forward(self, x):
+        y = self.features(x)
+        return y @ self.order.to(y)
 
 
 def reduced_by_index(model, batch):
