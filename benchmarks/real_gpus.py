@@ -1,6 +1,6 @@
 """Predictions beside what others measured on real GPUs and published.
 
-    pip install torch==2.11.0 torchvision timm transformers einops
+    pip install torch==2.11.0 torchvision timm transformers einops peft
     python benchmarks/real_gpus.py [--only SOURCE ...] [--histories FOLDER]
 
 No GPU is needed. `benchmarks/published/` has the measurements with their sources. A program with
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, command, not_reported, processor, today
-from published import operators, steps
-from published.steps import cases, program, step_of
+from published import fine_tuning, operators, steps
+from published.steps import cases, program
 
 import memcallback as mc
 from memcallback.core.validation import DEFAULT_HEADROOM
@@ -41,8 +41,8 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "The published peft measurements, and the Liger-Kernel cases above: their programs have not "
-    "been rebuilt yet.",
+    "The 17 published runs of PEFT with an image model, and the Liger-Kernel cases above: their "
+    "programs have not been rebuilt yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )
@@ -81,6 +81,10 @@ SOURCES = {
     "linkedin": ("Liger-Kernel", "single operators; PyTorch's version was not recorded"),
     "Lightning-AI": ("litgpt", ""),
     "pytorch/torchtune": ("torchtune", ""),
+    "huggingface/peft": (
+        "PEFT",
+        "the length of the longest batch was taken from one run; evaluation is not predicted",
+    ),
 }
 
 
@@ -94,8 +98,15 @@ class CardWithoutCublas(DeviceSpec):
 
 
 def all_cases() -> list[dict[str, Any]]:
-    """Steps and single operators."""
-    return [*cases(), *operators.operators()]
+    """Steps, single operators and runs."""
+    return [*cases(), *operators.operators(), *fine_tuning.runs()]
+
+
+def module_of(case: dict[str, Any]) -> Any:
+    """The module that builds a case's step."""
+    if "operator" in case:
+        return operators
+    return fine_tuning if "peft_config" in case else steps
 
 
 def source_of(case: dict[str, Any]) -> str:
@@ -157,6 +168,8 @@ def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]
     }
     predicted_bytes = by_measure[measured]
     assert predicted_bytes is not None
+    if "peft_config" in case:
+        predicted_bytes -= fine_tuning.RESERVED_BEFORE_BYTES
     if case["id"].startswith("colossal-") and measured == "peak_allocated":
         start = prediction.warm_up.phases[mc.Phase.FORWARD].start.by_category or {}
         predicted_bytes -= start[mc.Category.PARAMETER] + start[mc.Category.BUFFER]
@@ -165,10 +178,7 @@ def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]
 
 def traced(group: list[dict[str, Any]]) -> dict[int, mc.Prediction]:
     """The predictions of a program at its batch sizes, by batch size."""
-    if "operator" in group[0]:
-        step: mc.TrainingStep | mc.InferenceStep = operators.step_of(group[0])
-    else:
-        step = step_of(group[0])
+    step: mc.TrainingStep | mc.InferenceStep = module_of(group[0]).step_of(group[0])
     card = card_of(group[0])
     sizes = sorted({case["batch"] for case in group})
 
@@ -187,11 +197,11 @@ def compare(only: set[str], known: set[str]) -> Iterator[list[dict[str, Any]]]:
     for case in all_cases():
         if (only and source_of(case) not in only) or case["id"] in known:
             continue
-        is_operator = "operator" in case
-        if reason := (operators if is_operator else steps).reason_left_out(case):
+        built_by = module_of(case)
+        if reason := built_by.reason_left_out(case):
             yield [{**case, "left_out": reason}]
         else:
-            programs[case["id"] if is_operator else program(case)].append(case)
+            programs[program(case) if built_by is steps else case["id"]].append(case)
     for number, group in enumerate(programs.values(), 1):
         start = time.perf_counter()
         print(f"{number}/{len(programs)}", group[0]["id"], end=" ", file=sys.stderr, flush=True)
@@ -323,7 +333,8 @@ def main() -> None:
         "predicted on": f"{processor()}, no GPU",
         "versions": f"Python {platform.python_version()}, "
         + ", ".join(
-            f"{name} {version(name)}" for name in ("torch", "torchvision", "timm", "transformers")
+            f"{name} {version(name)}"
+            for name in ("torch", "torchvision", "timm", "transformers", "peft")
         ),
         "date": today(),
         "command": ", then ".join([*commands, command()]),

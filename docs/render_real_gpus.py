@@ -16,6 +16,7 @@ SOURCES = {
     "huggingface/transformers": ("Hugging Face's guide", "#CC79A7"),
     "github": ("ColossalAI", "#E69F00"),
     "zhuang-group": ("Mesa", "#56B4E9"),
+    "huggingface/peft": ("PEFT", "#000000"),
 }
 
 

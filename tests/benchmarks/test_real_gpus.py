@@ -10,7 +10,7 @@ import memcallback as mc
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import real_gpus
-from published import operators
+from published import fine_tuning, operators
 from published.steps import cases, program, reason_left_out, step_of
 
 CASES = cases()
@@ -95,3 +95,26 @@ def test_an_operator_takes_what_was_measured_to_the_byte(operator):
         progress=lambda done, num_all: None,
     )
     assert prediction.peak_allocated_bytes == row["value"]
+
+
+RUNS = fine_tuning.runs()
+
+
+def test_every_run_names_its_card_and_one_that_is_left_out_its_reason():
+    assert len(RUNS) == len({run["id"] for run in RUNS}) == 31
+    for run in RUNS:
+        assert real_gpus.source_of(run) == "PEFT"
+        assert real_gpus.card_of(run).name == "NVIDIA L40S"
+        assert run["trust"] in ("B", "C")
+    left_out = {run["id"] for run in RUNS if fine_tuning.reason_left_out(run)}
+    assert left_out == {"peft-lora-rank32", "peft-frod-sparse0.02-lr_0.001"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT, at what transformers has renamed
+def test_a_fine_tuning_run_takes_what_was_measured_within_half_a_percent():
+    pytest.importorskip("peft")
+    run = next(run for run in RUNS if run["id"] == "peft-lora-rank64")
+    (prediction,) = real_gpus.traced([run]).values()
+    # The true length of the longest batch is not known, nor that of the batch before it.
+    error = real_gpus.predicted(run, prediction)["error"]
+    assert abs(error) < 0.005
