@@ -538,7 +538,7 @@ def test_the_report_of_a_step_that_the_prediction_does_not_know_has_none_and_say
     callback = fit(tmp_path, OneBatchSize(), data=data)
     assert callback.report.prediction is None
     assert any(
-        "No prediction for batch size 3: the step was traced at batch size 8 alone" in note
+        "No prediction for batch size 3: the step was traced at batch size 8 only" in note
         for note in callback.report.notes
     )
 
