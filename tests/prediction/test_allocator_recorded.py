@@ -19,6 +19,8 @@ PUBLISHED = HERE.parent.parent / "shared" / "published" / "histories"
 RECORDED = sorted((HERE / "recorded" / "allocator").glob("*.json.gz"))
 #: Of 30 steady steps, the warm-up before them and a larger one after.
 LONG = sorted((HERE / "recorded" / "allocator_long").glob("*.json.gz"))
+#: The same 32 steps on a real H100, whose driver chose the addresses of the segments.
+REAL = sorted((HERE / "recorded" / "allocator_h100").glob("*.json.gz"))
 #: As PyTorch names a figure, and as the simulation does.
 FIGURES = {
     "allocated_bytes": "allocated_bytes",
@@ -92,11 +94,15 @@ def test_histories_are_recorded_for_every_model_precision_and_setting():
     assert sum(path.stat().st_size for path in RECORDED) < 300 * 1024
     assert len(LONG) == 2 * 2 * 4 + 4
     assert sum(path.stat().st_size for path in LONG) < 200 * 1024
+    # Expandable segments in too little memory need a device that is small itself.
+    assert len(REAL) == len(RECORDED) - 1
+    metas = [load(path)["meta"] for path in REAL]
+    assert {meta["device"] for meta in metas} == {"NVIDIA H100 80GB HBM3"}
 
 
 @pytest.mark.parametrize(
     "path",
-    RECORDED + LONG,
+    RECORDED + LONG + REAL,
     ids=lambda path: f"{path.parent.name}-{path.name.removesuffix('.json.gz')}",
 )
 def test_a_recorded_history_is_replayed_to_the_byte(path):

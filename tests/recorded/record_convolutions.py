@@ -22,7 +22,7 @@ from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import kernel_of
-from memcallback.devices.local import device_here
+from memcallback.devices.local import resolve
 
 OUT = Path(__file__).parent / "convolutions"
 
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     out = parser.parse_args().out
     name = torch.cuda.get_device_name()
-    card = CARDS.get(name) or device_here()
+    card = CARDS.get(name) or resolve("cuda")
     ask, workspaces = workspace.workspace_bytes, {}
 
     def asked(convolution: Convolution, input_shape: Any, device: Any) -> int | None:
