@@ -78,7 +78,11 @@ def outside_memory(device: Device, memory: LocalMemory | None) -> OutsideMemory 
         return OutsideMemory(max(used, (others or 0) + device.outside_bytes), None)
     # Without a context of its own, all that is used is used by others.
     others = used if others is None else others
-    return OutsideMemory(others + device.outside_bytes, others + device.most_outside_bytes)
+    expected_bytes = others + device.outside_bytes
+    # A limit of the allocator leaves the rest of the device to a larger context.
+    beside_bytes = (memory.device.capacity_bytes or 0) - (device.capacity_bytes or 0)
+    most_bytes = others + device.most_outside_bytes - max(0, beside_bytes)
+    return OutsideMemory(expected_bytes, max(expected_bytes, most_bytes))
 
 
 def _local_device(device: torch.device | None) -> DeviceSpec:

@@ -1,5 +1,6 @@
 """CUDA devices of this machine, as PyTorch describes them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -135,6 +136,22 @@ def test_a_context_that_is_not_open_yet_is_assumed_and_not_measured(card, others
         max(GiB, (others or 0) + here.outside_bytes),
         None,
     )
+
+
+def test_a_limit_of_the_allocator_leaves_room_for_the_largest_context(card):
+    card()
+    here = resolve("cuda:1")
+    memory = DeviceMemory(
+        capacity_bytes=79 * GiB, used_bytes=GiB, reserved_bytes=0, other_processes_bytes=GiB
+    )
+    unopened = LocalMemory(memory, has_context=False)
+    expected, most = GiB + here.outside_bytes, GiB + here.most_outside_bytes
+    # As after torch.cuda.set_per_process_memory_fraction: the allocator may have 12 GiB.
+    limited = replace(here, capacity_bytes=12 * GiB + expected)
+    assert outside_memory(limited, unopened) == (expected, expected)
+    # So much of it that not all of the largest context is beside the limit.
+    limited = replace(here, capacity_bytes=79 * GiB - (most - expected) // 2)
+    assert outside_memory(limited, unopened) == (expected, most - (most - expected) // 2)
 
 
 def test_a_capacity_is_asked_for_where_it_is_needed():
