@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from accuracy_comparison import Figure, figures, summarise, to_markdown
 from accuracy_configs import CONFIGS, OPTIMIZERS, Config, Parts
-from machine import command, driver, is_virtual, results_folder, today
+from machine import command, driver, is_virtual, outside_pool_bytes, results_folder, today
 from peak_errors import all_peak_errors, peaks_table
 from training_loop import NUM_WINDOWS, train
 
@@ -107,7 +107,8 @@ def measure(config: Config) -> dict[str, Any]:
     Returns:
         `windows`: for each update its micro-batches, for each of those its phases. The first is the
             warm-up, the last the steady one. `period`: after how many updates the figures are the
-            same again: 1 where training is steady, None if they never were.
+            same again: 1 where training is steady, None if they never were. `outside_pool_bytes`:
+            what the process took of the device beside PyTorch's pool at the end.
     """
     device = torch.device("cuda", 0)
     recorder = MemoryRecorder(device=device)
@@ -120,7 +121,7 @@ def measure(config: Config) -> dict[str, Any]:
     period = next(
         (n for n in range(1, NUM_WINDOWS // 2 + 1) if windows[-1] == windows[-1 - n]), None
     )
-    return {"windows": windows, "period": period}
+    return {"windows": windows, "period": period, "outside_pool_bytes": outside_pool_bytes()}
 
 
 def step_to_json(step: StepMemory) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Compiled steps: what is predicted of them beside what they take on the device.
 
     python benchmarks/compiled.py [NAME ...]
+    python benchmarks/compiled.py --measure FILE --jobs 8     # its first half, on a device
+    python benchmarks/compiled.py --measured FILE             # the second, anywhere
 
 Each step is trained twice in new processes with an empty cache of Inductor: the first one compiles
 (cold), the second one finds its code in the cache (warm). Then it is predicted in a third. Each
@@ -17,14 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from compiled_cases import CASES
-from machine import command, driver, not_reported, results_folder, today
+from machine import command, driver, not_reported, outside_pool_bytes, results_folder, today
 from torch.utils._pytree import tree_map_only
+from two_machines import Measured, in_new_process, measure_all
 
 import memcallback as mc
 from memcallback.core.units import MiB
@@ -58,13 +63,14 @@ def measured(name: str) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(),
         "reserved_first": most[0],
         "reserved_most": max(most),
+        "outside_pool": outside_pool_bytes() or 0,
     }
 
 
-def predicted(name: str) -> dict[str, int]:
+def predicted(name: str, device: str) -> dict[str, int]:
     """What is predicted of the same."""
     step = CASES[name].step()
-    prediction = mc.predict(step, device=torch.cuda.get_device_name())
+    prediction = mc.predict(step, device=device)
     as_eager = [one for one in prediction.caveats if "without compilation" in one]
     if as_eager:
         raise RuntimeError(f"{name} was not compiled: {as_eager}")
@@ -77,52 +83,96 @@ def predicted(name: str) -> dict[str, int]:
     }
 
 
-def in_new_process(what: str, name: str, cache: str) -> dict[str, int]:
+def do(what: str, name: str, device: str, cache: str) -> dict[str, int]:
     """Figures from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--do", what, name],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
-        capture_output=True,
-        text=True,
-        check=False,
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    figures: dict[str, int] = in_new_process(
+        __file__, "--do", what, "--device", device, name, env=env
     )
-    if done.returncode:
-        raise RuntimeError(f"{name}, {what}: {done.stderr[-2000:]}")
-    figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return figures
+
+
+def trained(name: str, device: str) -> dict[str, dict[str, int]]:
+    """What a step takes in a process that compiles, and in one that finds its code."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {way: do("measure", name, device, cache) for way in ("cold", "warm")}
 
 
 def main() -> None:
     """Measure and predict each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("names", nargs="*", help="the steps; all by default")
+    parser.add_argument("--measure", type=Path, help="measure only, into this file")
+    parser.add_argument("--measured", type=Path, help="predict what was measured into this file")
+    parser.add_argument("--jobs", type=int, default=1, help="how many are measured at a time")
     parser.add_argument("--do", choices=("measure", "predict"), help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.do:
-        run = measured if given.do == "measure" else predicted
-        print(json.dumps(run(given.names[0])))
+        name = given.names[0]
+        print(
+            json.dumps(measured(name) if given.do == "measure" else predicted(name, given.device))
+        )
         return
-    rows, problems = earlier()
-    is_one_run = not rows
+    if given.measured:
+        compare(Measured.read(given.measured), given.names)
+        return
+    device = torch.cuda.get_device_name()
+    if given.measure:
+        measure_all(
+            given.names or CASES,
+            partial(trained, device=device),
+            given.measure,
+            device=device,
+            jobs=given.jobs,
+        )
+        return
+    rows, problems = earlier(results_folder(device))
+    about = {
+        "device": device,
+        "driver": driver(),
+        "versions": f"Python {sys.version.split()[0]}, torch {torch.__version__}",
+        "date": today(),
+        "command": "python benchmarks/compiled.py, in several runs with names"
+        if rows
+        else command(),
+    }
     for name in given.names or CASES:
         problems.pop(name, None)
         with tempfile.TemporaryDirectory() as cache:
             try:
-                rows[name] = {
-                    "cold": in_new_process("measure", name, cache),
-                    "warm": in_new_process("measure", name, cache),
-                    "predicted": in_new_process("predict", name, cache),
+                rows[name] = trained(name, device) | {
+                    "predicted": do("predict", name, device, cache)
                 }
             except RuntimeError as problem:
                 problems[name] = str(problem).strip().splitlines()[-1]
         print(name, rows.get(name) or problems[name], flush=True)
         if rows:
-            write(rows, problems, is_one_run=is_one_run)
+            write(results_folder(device), about, rows, problems)
 
 
-def earlier() -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
+def compare(found: Measured, names: Sequence[str]) -> None:
+    """Predict what was measured on another machine."""
+    rows: dict[str, dict[str, dict[str, int]]] = {}
+    problems: dict[str, str] = {}
+    for name, row in found.cases.items():
+        if names and name not in names:
+            continue
+        try:
+            if "error" in row:
+                raise RuntimeError(row["error"])
+            with tempfile.TemporaryDirectory() as cache:
+                rows[name] = row | {"predicted": do("predict", name, found.device, cache)}
+        except RuntimeError as problem:
+            problems[name] = str(problem).strip().splitlines()[-1]
+        print(name, rows.get(name) or problems[name], flush=True)
+        if rows:
+            write(found.folder, found.told(), rows, problems)
+
+
+def earlier(folder: Path) -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
     """The rows and the problems of the same day."""
-    path = results_folder(torch.cuda.get_device_name()) / "compiled.json"
+    path = folder / "compiled.json"
     if not path.exists():
         return {}, {}
     result = json.loads(path.read_text())
@@ -130,20 +180,12 @@ def earlier() -> tuple[dict[str, dict[str, dict[str, int]]], dict[str, str]]:
 
 
 def write(
-    rows: dict[str, dict[str, dict[str, int]]], problems: dict[str, str], *, is_one_run: bool
+    folder: Path,
+    about: dict[str, str],
+    rows: dict[str, dict[str, dict[str, int]]],
+    problems: dict[str, str],
 ) -> None:
     """Write the result; after each step, as all of them take a while."""
-    device = torch.cuda.get_device_name()
-    about = {
-        "device": device,
-        "driver": driver(),
-        "versions": f"Python {sys.version.split()[0]}, torch {torch.__version__}",
-        "date": today(),
-        "command": command()
-        if is_one_run
-        else "python benchmarks/compiled.py, in several runs with names",
-    }
-    folder = results_folder(device)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "compiled.json").write_text(
         json.dumps({**about, "steps": rows, "problems": problems}, indent=1) + "\n"

@@ -1,6 +1,8 @@
 """Forward passes alone: what is predicted of them, and what they take.
 
     python benchmarks/inference.py [--only NAME ...]       # on a CUDA device, real or virtual
+    python benchmarks/inference.py --measure FILE --jobs 8         # its first half, there
+    python benchmarks/inference.py --measured FILE                 # the second, anywhere
 
 Each model of `inference_cases.py` runs in three ways, each in a process of its own: inference (in
 evaluation mode, under `torch.inference_mode`), validation (after a training of several updates,
@@ -18,6 +20,7 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -29,6 +32,7 @@ import torch
 from accuracy import in_a_process_of_its_own, in_processes_of_their_own
 from inference_cases import FORWARD, GENERATION, Case
 from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
+from two_machines import Measured, in_new_process, measure_all
 
 NOT_REPORTED = (
     "Models whose path depends on values that the device computes; a virtual device has zeros.",
@@ -130,27 +134,26 @@ def _all_tokens(model: Any, num_tokens: int) -> Any:
         del model._has_unfinished_sequences
 
 
-def compare(way: str, name: str) -> dict[str, Any]:
-    """Predict and measure one case, in this process."""
+def compare(
+    way: str, name: str, measured: tuple[int, int] | None = None, device: str = "cuda"
+) -> dict[str, Any]:
+    """Predict one case in this process, and measure it here unless that was done on `device`."""
     from memcallback.devices.local import resolve
     from memcallback.prediction.allocator.settings import AllocatorSettings
     from memcallback.prediction.predict_here import predict_once
 
-    torch.manual_seed(0)
-    case = WAYS[way][name]
-    model, batch = case.model(), case.batch()
-    model.train(way == "validation")
+    case, model, batch = made(way, name)
     start = time.perf_counter()
     # One trace: other batch sizes and the largest one are not compared.
     step = step_of(way, case, model, batch)
     prediction = predict_once(
         step,
-        device=resolve("cuda"),
+        device=resolve(device),
         batch_size=step.check_predictable(),
         settings=AllocatorSettings.from_environ(os.environ),
     )
     seconds = time.perf_counter() - start
-    allocated, reserved = measure(way, case, model, batch)
+    allocated, reserved = measured or measure(way, case, model, batch)
     return {
         "way": way,
         "name": name,
@@ -163,6 +166,15 @@ def compare(way: str, name: str) -> dict[str, Any]:
         "predicted_allocated_bytes": prediction.peak_allocated_bytes,
         "predicted_reserved_bytes": prediction.peak_reserved_bytes,
     }
+
+
+def made(way: str, name: str) -> tuple[Case, Any, Any]:
+    """A case, its model and its batch."""
+    torch.manual_seed(0)
+    case = WAYS[way][name]
+    model, batch = case.model(), case.batch()
+    model.train(way == "validation")
+    return case, model, batch
 
 
 def off(row: dict[str, Any], kind: str) -> float:
@@ -215,11 +227,38 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, help="the folder for inference.json and inference.md")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at the same time")
+    parser.add_argument("--measure", type=Path, help="measure only, into this file")
+    parser.add_argument("--measured", type=Path, help="predict what was measured into this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one:
+        warnings.simplefilter("ignore")
+        way, name = options.one.split()
+        print(json.dumps(measure(way, *made(way, name))), flush=True)
+        return
     for name in _LIBRARIES:  # here, so that the processes that are made need not
         import_module(name)
     warnings.simplefilter("ignore")
+    chosen = [
+        f"{way} {name}"
+        for way, name in ALL
+        if way in options.ways and (not options.only or name in options.only)
+    ]
+    if options.measured:
+        found = Measured.read(options.measured)
+        compare_all(chosen, options.out or found.folder, {}, found.told(), options.jobs, found)
+        return
     device = in_a_process_of_its_own(torch.cuda.get_device_name)
+    if options.measure:
+        measure_all(
+            chosen,
+            lambda key: in_new_process(__file__, "--one", key),
+            options.measure,
+            device=device,
+            libraries=_LIBRARIES[1:],
+            jobs=options.jobs,
+        )
+        return
     out = options.out or results_folder(device)
     rows, commands = earlier_result(out / "inference.json")
     about = {
@@ -231,13 +270,31 @@ def main() -> None:
         "date": today(),
         "command": ", then ".join(dict.fromkeys([*commands, command()])),
     }
+    compare_all(chosen, out, rows, about, options.jobs)
+
+
+def compare_all(
+    chosen: Sequence[str],
+    out: Path,
+    rows: dict[tuple[str, str], dict[str, Any]],
+    about: dict[str, str],
+    jobs: int,
+    found: Measured | None = None,
+) -> None:
+    """Compare these cases, here or with what was measured, and write them with the other rows."""
     out.mkdir(parents=True, exist_ok=True)
-    works = {
-        f"{way} {name}": partial(compare, way, name)
-        for way, name in ALL
-        if way in options.ways and (not options.only or name in options.only)
-    }
-    for key, answer in in_processes_of_their_own(works, num_jobs=options.jobs):
+    works = {}
+    for key in chosen:
+        way, name = key.split()
+        work = partial(compare, way, name)
+        if found:
+            peaks = found.cases.get(key, {"error": "not measured"})
+            if isinstance(peaks, dict):
+                rows[way, name] = {"way": way, "name": name, **peaks}
+                continue
+            work = partial(work, tuple(peaks), found.device)
+        works[key] = work
+    for key, answer in in_processes_of_their_own(works, num_jobs=jobs):
         way, name = key.split()
         row = answer.get("result") or {"way": way, "name": name, **answer}
         rows[way, name] = row

@@ -33,6 +33,25 @@ def driver() -> str:
         return f"not known ({type(error).__name__})"
 
 
+def outside_pool_bytes() -> int | None:
+    """What this process takes of the device beside PyTorch's pool: the context and its libraries.
+
+    None where NVML does not tell what each process takes.
+    """
+    import pynvml
+    import torch
+
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except pynvml.NVMLError:
+        return None
+    used = [one.usedGpuMemory for one in running if one.pid == os.getpid()]
+    return used[0] - torch.cuda.memory_reserved() if used and used[0] else None
+
+
 def processor() -> str:
     """The processor's name and how many of its cores this process may use."""
     with contextlib.suppress(OSError):

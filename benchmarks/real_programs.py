@@ -2,6 +2,8 @@
 
     pip install -r benchmarks/programs/requirements.txt
     python benchmarks/real_programs.py [--only NAME ...]       # on a CUDA device, real or virtual
+    python benchmarks/real_programs.py --measure FILE --jobs 8         # its first half, there
+    python benchmarks/real_programs.py --measured FILE                 # the second, anywhere
 
 With `--only` the other programs' figures of the same day stay. Each program of
 `benchmarks/programs/` is predicted before it runs, then trained for six updates in
@@ -30,6 +32,7 @@ from typing import Any
 
 from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 from programs import Program, names
+from two_machines import Measured, in_new_process, measure_all
 
 NOT_REPORTED = (
     "The libraries' own trainers: see real_trainers.py.",
@@ -40,6 +43,8 @@ NOT_REPORTED = (
 NUM_UPDATES = 6
 #: How what is said of every card begins.
 ALWAYS_SAID = ("512.00 MiB of the card",)
+#: Of each phase, the peak of allocated and of reserved bytes.
+Peaks = list[tuple[int, int]]
 PHASES = ("forward", "backward", "optimizer step")
 
 
@@ -77,7 +82,7 @@ def masks_are_read(program: Program) -> None:
         )
 
 
-def measure(program: Program) -> list[tuple[int, int]]:
+def measure(program: Program) -> Peaks:
     """Peaks of allocated and reserved bytes of each phase, in the last of some updates."""
     import torch
     from torch.utils._pytree import tree_map
@@ -91,7 +96,7 @@ def measure(program: Program) -> list[tuple[int, int]]:
             cell.cell_contents.cuda()
     optimizer = program.optimizer([one for one in model.parameters() if one.requires_grad])
     has_autocast = program.precision == "bf16-mixed"
-    peaks: list[tuple[int, int]] = []
+    peaks: Peaks = []
 
     def end_phase() -> None:
         peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
@@ -115,21 +120,27 @@ def measure(program: Program) -> list[tuple[int, int]]:
     return peaks[-len(PHASES) :]
 
 
-def compare(name: str) -> dict[str, Any]:
-    """Predict and measure one program, in this process."""
+def made(name: str) -> Program:
+    """A program, ready to be trained."""
     import torch
-
-    import memcallback as mc
 
     torch.manual_seed(0)
     program: Program = import_module(f"programs.{name}").make()
     program.model.train()
+    return program
+
+
+def compare(name: str, measured: Peaks | None, device: str | None) -> dict[str, Any]:
+    """Predict one program in this process, and measure it here unless that was done on `device`."""
+    import memcallback as mc
+
+    program = made(name)
     start = time.perf_counter()
-    prediction = mc.predict(step_of(program), device="cuda")
+    prediction = mc.predict(step_of(program), device=device or "cuda")
     seconds = time.perf_counter() - start
     children = resource.getrusage(resource.RUSAGE_CHILDREN)  # in one of them it is predicted
-    is_measured = not (program.needs_values and is_virtual())
-    measured = measure(program) if is_measured else [(None, None)] * len(PHASES)
+    if measured is None and not (program.needs_values and is_virtual()):
+        measured = measure(program)
     return {
         "name": name,
         "about": (sys.modules[f"programs.{name}"].__doc__ or "").strip(),
@@ -147,16 +158,22 @@ def compare(name: str) -> dict[str, Any]:
                 "predicted_reserved_bytes": window.peak_reserved_bytes,
             }
             for phase, (allocated, reserved), window in zip(
-                PHASES, measured, prediction.step.windows, strict=True
+                PHASES,
+                measured or [(None, None)] * len(PHASES),
+                prediction.step.windows,
+                strict=True,
             )
         ],
     }
 
 
-def in_its_own_process(name: str, script: Path) -> dict[str, Any]:
+def in_its_own_process(name: str, script: Path, *options: str) -> dict[str, Any]:
     """What a script prints of one program; a program that fails gives its error."""
     done = subprocess.run(
-        [sys.executable, str(script), "--one", name], capture_output=True, text=True, check=False
+        [sys.executable, str(script), "--one", name, *options],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     with contextlib.suppress(json.JSONDecodeError, IndexError):
         row: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -246,15 +263,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Predict and measure programs of libraries.")
     parser.add_argument("--only", nargs="+", choices=names(), default=names())
     parser.add_argument("--out", type=Path, help="the folder for programs.json and programs.md")
+    parser.add_argument("--measure", type=Path, help="measure only, into this file")
+    parser.add_argument("--measured", type=Path, help="predict what was measured into this file")
+    parser.add_argument("--jobs", type=int, default=1, help="how many are measured at a time")
     parser.add_argument("--one", choices=names(), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         warnings.simplefilter("ignore")
-        print(json.dumps(compare(options.one)), flush=True)
+        result: Any
+        if options.alone:
+            result = measure(made(options.one))
+        else:
+            found = Measured.read(options.measured) if options.measured else None
+            peaks = found.cases[options.one] if found else None
+            result = compare(options.one, peaks, found.device if found else None)
+        print(json.dumps(result), flush=True)
+        return
+    if options.measured:
+        predict_measured(Measured.read(options.measured), options)
         return
     import torch
 
     device = torch.cuda.get_device_name()
+    if options.measure:
+        measure_all(
+            options.only,
+            lambda name: in_new_process(__file__, "--one", name, "--alone"),
+            options.measure,
+            device=device,
+            jobs=options.jobs,
+        )
+        return
     out = options.out or results_folder(device)
     new: dict[str, dict[str, Any]] = {}
     for name in options.only:
@@ -273,13 +313,30 @@ def main() -> None:
         "date": today(),
         "command": ", then ".join([*commands, command()]),
     }
+    write(out, rows, about)
+
+
+def predict_measured(found: Measured, options: argparse.Namespace) -> None:
+    """Predict what was measured on another machine, and write both."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in options.only:
+        peaks = found.cases.get(name, {"error": "not measured"})
+        rows[name] = (
+            {"name": name, **peaks}
+            if isinstance(peaks, dict)
+            else in_its_own_process(name, Path(__file__), "--measured", str(options.measured))
+        )
+        print(name, rows[name].get("error", "compared"), flush=True)
+        write(options.out or found.folder, rows, found.told())
+
+
+def write(out: Path, rows: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
+    """Write the results so far, and say them."""
     out.mkdir(parents=True, exist_ok=True)
     listed = [rows[name] for name in names() if name in rows]
     content = json.dumps({"about": about, "rows": listed, "not_reported": NOT_REPORTED}, indent=2)
     (out / "programs.json").write_text(content + "\n")
-    text = to_markdown(listed, about)
-    (out / "programs.md").write_text(text)
-    print(text)
+    (out / "programs.md").write_text(to_markdown(listed, about))
 
 
 if __name__ == "__main__":
