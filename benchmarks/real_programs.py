@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from copy import copy
 from importlib import import_module
 from importlib.metadata import version
@@ -139,8 +140,9 @@ def compare(name: str, measured: Peaks | None, device: str | None) -> dict[str, 
     prediction = mc.predict(step_of(program), device=device or "cuda")
     seconds = time.perf_counter() - start
     children = resource.getrusage(resource.RUSAGE_CHILDREN)  # in one of them it is predicted
+    peaks: Sequence[tuple[int | None, int | None]] = measured or [(None, None)] * len(PHASES)
     if measured is None and not (program.needs_values and is_virtual()):
-        measured = measure(program)
+        peaks = measure(program)
     return {
         "name": name,
         "about": (sys.modules[f"programs.{name}"].__doc__ or "").strip(),
@@ -158,10 +160,7 @@ def compare(name: str, measured: Peaks | None, device: str | None) -> dict[str, 
                 "predicted_reserved_bytes": window.peak_reserved_bytes,
             }
             for phase, (allocated, reserved), window in zip(
-                PHASES,
-                measured or [(None, None)] * len(PHASES),
-                prediction.step.windows,
-                strict=True,
+                PHASES, peaks, prediction.step.windows, strict=True
             )
         ],
     }

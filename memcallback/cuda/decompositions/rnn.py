@@ -85,7 +85,7 @@ def workspace_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
 
 
 def dropout_state_bytes(device: DeviceSpec) -> int:
-    """cuDNN's random state for dropout between layers, one per process.
+    """The random state of cuDNN for dropout between layers, one per process.
 
     48 bytes for each of 1,024 threads of every multiprocessor: 6,488,064 B on an H100.
     """
