@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from accuracy_comparison import Figure, figures, summarise, to_markdown
 from accuracy_configs import CONFIGS, OPTIMIZERS, Config, Parts
+from accuracy_cudnn import cudnn_table
 from machine import command, driver, is_virtual, outside_pool_bytes, results_folder, today
 from peak_errors import all_peak_errors, peaks_table
 from training_loop import NUM_WINDOWS, train
@@ -328,9 +329,9 @@ def run_compare(options: argparse.Namespace) -> int:
         "command": command(),
     }
     about |= {"predicted by": ", ".join(f"{name} {value}" for name, value in predicted_by.items())}
-    text = to_markdown(
-        about, summaries, found, failures, left_out | not_measured, peaks_table(peaks)
-    )
+    predicted = {name: answers[name]["result"] for name in judged if "result" in answers[name]}
+    tables = [*cudnn_table(measured, predicted), *peaks_table(peaks)]
+    text = to_markdown(about, summaries, found, failures, left_out | not_measured, tables)
     if options.json:
         rows = {
             "summaries": [asdict(s) for s in summaries],

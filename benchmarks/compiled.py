@@ -145,7 +145,7 @@ def main() -> None:
                     "predicted": do("predict", name, device, cache)
                 }
             except RuntimeError as problem:
-                problems[name] = str(problem).strip().splitlines()[-1]
+                problems[name] = str(problem)
         print(name, rows.get(name) or problems[name], flush=True)
         if rows:
             write(results_folder(device), about, rows, problems)
@@ -164,7 +164,7 @@ def compare(found: Measured, names: Sequence[str]) -> None:
             with tempfile.TemporaryDirectory() as cache:
                 rows[name] = row | {"predicted": do("predict", name, found.device, cache)}
         except RuntimeError as problem:
-            problems[name] = str(problem).strip().splitlines()[-1]
+            problems[name] = str(problem)
         print(name, rows.get(name) or problems[name], flush=True)
         if rows:
             write(found.folder, found.told(), rows, problems)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, command, driver, is_virtual, kind, processor, today
+
+
+#: A line that names an exception.
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Unsupported)\b.*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def measure_all(
             try:
                 found[name] = done.result()
             except RuntimeError as problem:
-                found[name] = {"error": str(problem).strip().splitlines()[-1]}
+                found[name] = {"error": str(problem)}
             in_order = {one: found[one] for one in running.values() if one in found}
             Measured(about, in_order).write(path)
             said = found[name].get("error", "") if isinstance(found[name], dict) else ""
@@ -113,12 +118,15 @@ def in_new_process(script: str, *arguments: str, env: dict[str, str] | None = No
     """What a script prints as its last line, as JSON, from a process of its own.
 
     Raises:
-        RuntimeError: If it failed; the last line is its error.
+        RuntimeError: If it failed, with the line that says why.
     """
     done = subprocess.run(
         [sys.executable, script, *arguments], env=env, capture_output=True, text=True, check=False
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr.strip()[-2000:] or 'no result'}")
+        errors = re.findall(
+            r"^[\w.]*(?:Error|Exception|Unsupported)\b.*", done.stderr, re.MULTILINE
+        )
+        raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no result"])[-1])
     return json.loads(lines[-1])
