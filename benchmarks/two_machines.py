@@ -22,7 +22,6 @@ from typing import Any
 
 from machine import RESULTS, command, driver, is_virtual, kind, processor, today
 
-
 #: A line that names an exception.
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Unsupported)\b.*", re.MULTILINE)
 
