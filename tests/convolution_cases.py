@@ -395,9 +395,9 @@ def key(convolution, input_shape):
     )
 
 
-def recorded():
+def recorded(folder="convolutions"):
     """What tests/recorded/record_convolutions.py has written, one dictionary for each device."""
-    folder = Path(__file__).parent / "recorded" / "convolutions"
+    folder = Path(__file__).parent / "recorded" / folder
     return [
         json.loads(gzip.decompress(path.read_bytes())) for path in sorted(folder.glob("*.json.gz"))
     ]

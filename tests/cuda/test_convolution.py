@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from convolution_cases import CARDS, CASES, Case, key, once, predicted, recorded, significant, truth
+from convolution_cases import (
+    CARDS,
+    CASES,
+    MULTIPLY,
+    Case,
+    key,
+    once,
+    predicted,
+    recorded,
+    significant,
+    truth,
+)
 
 import memcallback as mc
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, OpenBlasHandles
@@ -18,6 +29,7 @@ from memcallback.cuda.convolution.rule import workspaces_are_known
 from memcallback.cuda.convolution.workspace import estimated_workspace_bytes
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import corrected_result, kernel_of
+from memcallback.devices.catalogue import find_device
 
 aten = torch.ops.aten
 H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
@@ -71,6 +83,38 @@ def test_every_recorded_convolution_is_known_to_the_byte(device, monkeypatch):
     assert len(compared) == len(cases) >= 1444
     for case in compared:
         compare(case, CARDS[device], *cases[str(case)])
+
+
+def kept(steps):
+    """Without what is given back at once, again and again: workspaces, and copies around them."""
+    left = []
+    for step in steps:
+        if left and step != MULTIPLY and left[-1] != MULTIPLY and step == -left[-1] < 0:
+            left.pop()
+        else:
+            left.append(step)
+    return left
+
+
+def test_a_real_card_allocates_what_is_predicted_and_chooses_some_workspaces_itself(monkeypatch):
+    (record,) = recorded("convolutions_h100")
+    cases, workspaces = record["cases"], record["workspaces"]
+    answer = lambda convolution, input_shape, card: workspaces[key(convolution, input_shape)]  # noqa: E731
+    monkeypatch.setattr(convolution_workspace, "workspace_bytes", answer)
+    num_others = 0
+    compared = [case for case in CASES if str(case) in cases]
+    for case in compared:
+        steps, strides = cases[str(case)]
+        found, found_strides, outputs = ours(case, find_device(record["meta"]["device"]))
+        shapes = [None if one is None else one[0] for one in outputs]
+        assert found_strides == [
+            None if one is None else significant(shape, one)
+            for shape, one in zip(shapes, strides, strict=True)
+        ]
+        num_others += found != once(steps)
+        if MULTIPLY not in [*found, *steps]:  # another algorithm is one of cuBLAS
+            assert kept(found) == kept(once(steps)), str(case)
+    assert (num_others, len(compared)) == (282, 1476)
 
 
 @pytest.mark.cuda

@@ -335,5 +335,5 @@ def test_a_prediction_names_the_version_that_was_asked(installed, monkeypatch, h
         nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), loss=lambda m, x: m(x).sum()
     )
     caveats = mc.predict(step, device="A100", isolate=False, progress=lambda *_: None).caveats
-    assert any("come from the installed cuDNN 9.8.0" in caveat for caveat in caveats)
+    assert any("are what the installed cuDNN 9.8.0 answers" in caveat for caveat in caveats)
     assert any("No CUDA driver" in caveat for caveat in caveats) is not has_driver
