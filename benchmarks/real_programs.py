@@ -317,7 +317,8 @@ def main() -> None:
 
 def predict_measured(found: Measured, options: argparse.Namespace) -> None:
     """Predict what was measured on another machine, and write both."""
-    rows: dict[str, dict[str, Any]] = {}
+    out = options.out or found.folder
+    rows, _ = earlier_result(out / "programs.json") if options.only != names() else ({}, [])
     for name in options.only:
         peaks = found.cases.get(name, {"error": "not measured"})
         rows[name] = (
@@ -326,7 +327,7 @@ def predict_measured(found: Measured, options: argparse.Namespace) -> None:
             else in_its_own_process(name, Path(__file__), "--measured", str(options.measured))
         )
         print(name, rows[name].get("error", "compared"), flush=True)
-        write(options.out or found.folder, rows, found.told())
+        write(out, rows, found.told())
 
 
 def write(out: Path, rows: dict[str, dict[str, Any]], about: dict[str, str]) -> None:

@@ -215,6 +215,15 @@ def test_values_of_a_large_batch_are_not_read():
     assert any("reads a value" in caveat for caveat in prediction.caveats)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_weights_are_not_all_zero(dtype):
+    # As prodigyopt asks, which keeps a copy of each parameter that is not all zero.
+    rows, _ = num_rows(lambda model, _: 3 if model.net.weight.to(dtype).any() else 40)
+    assert rows == {3}
+    rows, _ = num_rows(lambda model, _: 3 if model.net.weight.isnan().any() else 40)
+    assert rows == {40}
+
+
 def test_a_mask_is_known_at_a_batch_size_far_above_its_own():
     mask = torch.ones(8, 256, dtype=torch.bool)
 

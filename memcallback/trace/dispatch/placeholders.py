@@ -24,6 +24,7 @@ class NoPlaceholder(NotImplementedError):
 _HOLD = frozenset(
     {_aten.all.default, _aten.all.dim, _aten._is_all_true.default, _aten.isfinite.default}
 )
+_ANY = frozenset({_aten.any.default, _aten.any.dim})
 _COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
     getattr(getattr(_aten, name), overload): getattr(operator, name)
     for name in ("lt", "le", "gt", "ge", "eq", "ne")
@@ -35,7 +36,7 @@ _LBFGS_CURVATURE = 1e-10
 _ISTFT_ENVELOPE = 1e-11
 _COMBINATIONS: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
-        (_aten.any.default, _aten.any.dim, _aten.clone.default, _aten._to_copy.default),
+        (*_ANY, _aten.clone.default, _aten._to_copy.default),
         operator.truth,
     ),
     **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), operator.not_),
@@ -71,6 +72,8 @@ def is_known_to_hold(call: OpCall, find: Callable[[torch.Tensor], Entry | None])
     if func in _HOLD:
         return True
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if func in _ANY and (tensors[0].is_floating_point() or tensors[0].is_complex()):
+        return True  # weights and gradients are not all zero
     if func is _aten.gt.Scalar and args[1] == _LBFGS_CURVATURE:
         return True
     if func is _aten.lt.Scalar and args[1] == _ISTFT_ENVELOPE:
