@@ -318,7 +318,12 @@ def main() -> None:
 def predict_measured(found: Measured, options: argparse.Namespace) -> None:
     """Predict what was measured on another machine, and write both."""
     out = options.out or found.folder
-    rows, _ = earlier_result(out / "programs.json") if options.only != names() else ({}, [])
+    about, path = found.told(), out / "programs.json"
+    rows: dict[str, dict[str, Any]] = {}
+    if options.only != names() and path.exists():
+        rows, _ = earlier_result(path)
+        earlier = json.loads(path.read_text())["about"]["predicted by"]
+        about["predicted by"] = f"{earlier}, then {command()}"
     for name in options.only:
         peaks = found.cases.get(name, {"error": "not measured"})
         rows[name] = (
@@ -327,7 +332,7 @@ def predict_measured(found: Measured, options: argparse.Namespace) -> None:
             else in_its_own_process(name, Path(__file__), "--measured", str(options.measured))
         )
         print(name, rows[name].get("error", "compared"), flush=True)
-        write(out, rows, found.told())
+        write(out, rows, about)
 
 
 def write(out: Path, rows: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
