@@ -12,7 +12,7 @@ from typing import Any
 
 #: Group -> how the caveat of its predictions begins; none for the rest.
 GROUPS = {
-    "nothing of cuDNN": "",
+    "nothing": "",
     "convolutions": "Convolution workspaces",
     "recurrent layers": "The memory that cuDNN takes for a recurrent layer",
 }
@@ -40,11 +40,11 @@ def cudnn_table(measured: Mapping[str, Any], answers: Mapping[str, Any]) -> list
     lines = [
         "Whole steps, by what cuDNN takes memory for. Requested: the bytes that a step held at the "
         "start and at the end of each phase, as it asked for them; the allocator rounds each up by "
-        "at most 1 MiB, which depends on the addresses that the driver gives. Compared where they "
-        "are the same in all updates.",
+        "at most 1 MiB. How much depends on addresses that the driver chooses. Compared are the "
+        "trainings without accumulation whose last two updates are the same.",
         "",
-        "| cuDNN has | trainings | requested exact | peak allocated exact | median | from | to "
-        "| peak reserved exact | median | from | to |",
+        "| cuDNN takes memory for | trainings | requested exact | peak allocated exact | median "
+        "| from | to | peak reserved exact | median | from | to |",
         "|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for group in GROUPS:

@@ -239,6 +239,8 @@ def to_markdown(about: dict[str, str], pairs: Sequence[Pair], summaries: Sequenc
         "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         *map(_pair_row, pairs),
         "",
+        "†: not as asked.",
+        "",
         "## Side by side, on the whole card",
         "",
         "Share: the size divided by the largest that trains on the whole card; above 1 the "
@@ -273,7 +275,7 @@ def _pair_row(pair: Pair) -> str:
         pair.config,
         pair.card,
         pair.capacity_bytes // GiB,
-        f"{one.size}{'' if pair.is_met else ' ✗'}",
+        f"{one.size}{'' if pair.is_met else ' †'}",
         pair.less.trains,
     ]
     cells += [

@@ -37,7 +37,7 @@ from memcallback.core.units import MiB
 NUM_UPDATES = 4
 
 
-def measured(name: str) -> dict[str, int]:
+def measured(name: str) -> dict[str, int | None]:
     """Peak allocated and reserved in the last update of a training, and reserved before."""
     case = CASES[name]
     model = case.model().cuda()
@@ -63,7 +63,7 @@ def measured(name: str) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(),
         "reserved_first": most[0],
         "reserved_most": max(most),
-        "outside_pool": outside_pool_bytes() or 0,
+        "outside_pool": outside_pool_bytes(),
     }
 
 
@@ -153,11 +153,11 @@ def main() -> None:
 
 def compare(found: Measured, names: Sequence[str]) -> None:
     """Predict what was measured on another machine."""
-    rows: dict[str, dict[str, dict[str, int]]] = {}
-    problems: dict[str, str] = {}
+    rows, problems = earlier(found.folder) if names else ({}, {})
     for name, row in found.cases.items():
         if names and name not in names:
             continue
+        problems.pop(name, None)
         try:
             if "error" in row:
                 raise RuntimeError(row["error"])

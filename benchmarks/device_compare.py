@@ -35,6 +35,7 @@ NOT_REPORTED = (
     "time",
     "where in memory tensors lie",
     "savings, several devices, expandable segments beside the allocator's histories",
+    "compiled steps, programs of other libraries, inference: their own pages have these",
 )
 
 

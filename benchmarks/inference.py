@@ -246,7 +246,10 @@ def main() -> None:
     ]
     if options.measured:
         found = Measured.read(options.measured)
-        compare_all(chosen, options.out or found.folder, {}, found.told(), options.jobs, found)
+        out = options.out or found.folder
+        is_part = len(chosen) < len(found.cases)
+        rows = earlier_result(out / "inference.json")[0] if is_part else {}
+        compare_all(chosen, out, rows, found.told(), options.jobs, found)
         return
     device = in_a_process_of_its_own(torch.cuda.get_device_name)
     if options.measure:
@@ -288,7 +291,9 @@ def compare_all(
         way, name = key.split()
         work = partial(compare, way, name)
         if found:
-            peaks = found.cases.get(key, {"error": "not measured"})
+            if key not in found.cases:
+                continue
+            peaks = found.cases[key]
             if isinstance(peaks, dict):
                 rows[way, name] = {"way": way, "name": name, **peaks}
                 continue

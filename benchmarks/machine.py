@@ -38,18 +38,12 @@ def outside_pool_bytes() -> int | None:
 
     None where NVML does not tell what each process takes.
     """
-    import pynvml
     import torch
 
-    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        return None
-    used = [one.usedGpuMemory for one in running if one.pid == os.getpid()]
-    return used[0] - torch.cuda.memory_reserved() if used and used[0] else None
+    from memcallback.devices.memory import device_memory
+
+    used = device_memory(torch.device("cuda", 0)).this_process_bytes
+    return None if used is None else used - torch.cuda.memory_reserved()
 
 
 def processor() -> str:

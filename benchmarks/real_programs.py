@@ -31,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from accuracy_cudnn import GROUPS, group_of
 from machine import command, driver, is_virtual, not_reported, processor, results_folder, today
 from programs import Program, names
 from two_machines import Measured, in_new_process, measure_all
@@ -42,6 +43,7 @@ NOT_REPORTED = (
     "computes zeros. They are predicted and not measured.",
 )
 NUM_UPDATES = 6
+NOT_MEASURED = "not measured"
 #: How what is said of every card begins.
 ALWAYS_SAID = ("512.00 MiB of the card",)
 #: Of each phase, the peak of allocated and of reserved bytes.
@@ -202,17 +204,28 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
     within = sum(
         abs(off(row, "allocated")) <= 0.005 and abs(off(row, "reserved")) <= 0.02 for row in good
     )
-    num_failed = sum("error" in row for row in rows)
+    num_left = sum(row.get("error") == NOT_MEASURED for row in rows)
+    num_failed = sum("error" in row for row in rows) - num_left
     lines = ["# Programs of other libraries", ""]
     lines += [
         f"{within} of {len(good)} programs are within 0.5 % allocated and 2 % reserved in every "
         f"phase, {sum(not error for error in allocated)} are exact to the byte; the median error "
         f"is {100 * statistics.median(allocated or [0]):.3f} %. "
-        f"{len(rows) - len(good) - num_failed} more were predicted and not measured. {num_failed} "
-        "could not be predicted.",
+        f"{len(rows) - len(good) - num_failed - num_left} more were predicted and not measured. "
+        f"{num_failed} could not be predicted or trained."
+        + (f" {num_left} were neither, as time ran out." if num_left else ""),
         "",
     ]
-    lines += [f"- {name}: {text}" for name, text in about.items()]
+    for group in GROUPS:
+        which = [row for row in good if group_of(row["caveats"]) == group]
+        exact = (sum(off(row, kind) == 0 for row in which) for kind in ("allocated", "reserved"))
+        most = max((off(row, "allocated") for row in which), key=abs, default=0.0)
+        lines += [
+            f"- cuDNN takes memory for {group}: {len(which)} programs; exact in every phase: "
+            f"allocated {next(exact)}, reserved {next(exact)}; the largest error of allocated is "
+            f"{100 * most:+.2f} %",
+        ]
+    lines += ["", *(f"- {name}: {text}" for name, text in about.items())]
     lines += [
         "",
         "| program | peak allocated | allocated off at most | reserved off at most | predicted in "
@@ -272,7 +285,10 @@ def main() -> None:
         warnings.simplefilter("ignore")
         result: Any
         if options.alone:
-            result = measure(made(options.one))
+            program = made(options.one)
+            if program.needs_values and is_virtual():
+                raise SystemExit("RuntimeError: it needs values, which a virtual device has not")
+            result = measure(program)
         else:
             found = Measured.read(options.measured) if options.measured else None
             peaks = found.cases[options.one] if found else None
@@ -325,7 +341,7 @@ def predict_measured(found: Measured, options: argparse.Namespace) -> None:
         earlier = json.loads(path.read_text())["about"]["predicted by"]
         about["predicted by"] = f"{earlier}, then {command()}"
     for name in options.only:
-        peaks = found.cases.get(name, {"error": "not measured"})
+        peaks = found.cases.get(name, {"error": NOT_MEASURED})
         rows[name] = (
             {"name": name, **peaks}
             if isinstance(peaks, dict)
@@ -336,7 +352,7 @@ def predict_measured(found: Measured, options: argparse.Namespace) -> None:
 
 
 def write(out: Path, rows: dict[str, dict[str, Any]], about: dict[str, str]) -> None:
-    """Write the results so far, and say them."""
+    """Write the results so far."""
     out.mkdir(parents=True, exist_ok=True)
     listed = [rows[name] for name in names() if name in rows]
     content = json.dumps({"about": about, "rows": listed, "not_reported": NOT_REPORTED}, indent=2)

@@ -23,7 +23,7 @@ from typing import Any
 from machine import RESULTS, command, driver, is_virtual, kind, processor, today
 
 #: A line that names an exception.
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Unsupported)\b.*", re.MULTILINE)
+_ERROR = re.compile(r"^[\w.]*\w*(?:Error|Exception|Unsupported|Failed)\b.*", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,9 @@ def in_new_process(script: str, *arguments: str, env: dict[str, str] | None = No
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        errors = re.findall(
-            r"^[\w.]*(?:Error|Exception|Unsupported)\b.*", done.stderr, re.MULTILINE
-        )
+        errors = _ERROR.findall(done.stderr)
         raise RuntimeError((errors or done.stderr.strip().splitlines() or ["no result"])[-1])
-    return json.loads(lines[-1])
+    try:
+        return json.loads(lines[-1])
+    except json.JSONDecodeError:
+        raise RuntimeError(f"no result, but {lines[-1][:100]!r}") from None
