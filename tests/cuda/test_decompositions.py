@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memcallback.cuda.decompositions import attention_backend as cuda_attention_choice
-from memcallback.cuda.decompositions import rnn
 from memcallback.cuda.decompositions.attention_backend import AttentionCall, choose_backend
 from memcallback.cuda.decompositions.registry import composite_kernels, registered
 from memcallback.cuda.decompositions.rnn import dropout_state_bytes, flatten_rnn_weights
@@ -54,26 +53,6 @@ def spec(capability=(9, 0)):
 @pytest.fixture
 def as_recorded(monkeypatch):
     monkeypatch.setattr(cuda_attention_choice, "torch_version", lambda: (2, 11))
-
-
-@pytest.fixture
-def as_the_virtual_device(monkeypatch):
-    """cuDNN's sizes for recurrent layers as the virtual device made them up for the recording."""
-    kept = {0: 1, 1: 1, 2: 6, 3: 5}
-
-    def units(call, num_tokens):
-        return num_tokens * call.hidden_size * call.num_directions
-
-    def reserve(call, num_tokens, itemsize):
-        masks = call.num_layers - 1 if call.dropout > 0 else 0
-        kept_bytes = call.num_layers * kept[call.mode] * itemsize
-        return units(call, num_tokens) * (kept_bytes + masks) if call.train else 0
-
-    def workspace(call, num_tokens, itemsize):
-        return units(call, num_tokens) * (rnn._GATES[call.mode] + 2) * itemsize
-
-    monkeypatch.setattr(rnn, "reserve_bytes", reserve)
-    monkeypatch.setattr(rnn, "workspace_bytes", workspace)
 
 
 def on_fakes(measure, case, device):

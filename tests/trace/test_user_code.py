@@ -85,7 +85,7 @@ def test_on_a_cpu_bytes_alive_are_those_of_the_real_run(name, real):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ON_A_CARD)
-def test_for_a_card_bytes_alive_are_those_that_were_recorded(name):
+def test_for_a_card_bytes_alive_are_those_that_were_recorded(name, as_the_virtual_device):
     traced = steady(boundaries(trace(TraceRequest(STEPS[name](), CARD))))
     if name not in NOT_RECORDED:
         assert traced == RECORDED["steps"][name]
