@@ -258,11 +258,6 @@ def main() -> None:
     known = COMPILED if options.compiled else NAMES
     if unknown := set(options.only or ()) - set(known):
         parser.error(f"--only has {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
-    rows = []
-    for arch in options.arch:
-        for name in options.only or known:
-            rows.append(row_of(name, arch))
-            print(arch, name, rows[-1], flush=True)
     about = {
         "device": f"virtual cards of {CAPACITY}",
         "driver": driver(),
@@ -273,12 +268,16 @@ def main() -> None:
     }
     out = options.out or RESULTS / f"virtual-cards-{today()}"
     out.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"about": about, "rows": rows, "not_reported": NOT_REPORTED}, indent=2)
     stem = "largest_compiled" if options.compiled else "largest"
-    (out / f"{stem}.json").write_text(content + "\n")
-    text = to_markdown(rows, about)
-    (out / f"{stem}.md").write_text(text)
-    print(text)
+    rows: list[dict[str, Any]] = []
+    for arch in options.arch:
+        for name in options.only or known:
+            rows.append(row_of(name, arch))
+            print(arch, name, rows[-1], flush=True)
+            # What there is stays if time runs out.
+            content = {"about": about, "rows": rows, "not_reported": NOT_REPORTED}
+            (out / f"{stem}.json").write_text(json.dumps(content, indent=2) + "\n")
+            (out / f"{stem}.md").write_text(to_markdown(rows, about))
 
 
 if __name__ == "__main__":
