@@ -149,7 +149,9 @@ Device = DeviceSpec | HostSpec
 #:   1053). Before CUDA 11.7 all kernels are in it: `EAGER_CONTEXT_BYTES`.
 #: - The libraries whose kernels a program uses; cuDNN's, cuBLAS's.
 #: - The card, and the driver.
-#: benchmarks/device_facts.py measures it.
+#: 630 to 812 MiB were measured in 135 trainings and 39 compiled steps on an H100 (PyTorch 2.11,
+#: CUDA 13.0; NVML, by process), where the driver keeps 480 MiB more of the card's 81,559 MiB:
+#: benchmarks/results/nvidia-h100-80gb-hbm3-2026-11-26. benchmarks/device_facts.py measures it.
 CONTEXT_BYTES = 512 * MiB
 #: The least and the most that was seen outside the allocator where kernels are loaded when they
 #: are needed. The most: what nvidia-smi shows of an A100 in a training of almost no parameters,
