@@ -18,6 +18,11 @@ READERS = {
         "prediction/test_allocator_recorded.py",
         "prediction/test_allocator_recorded.py",
     ),
+    "allocator_h100/*.json.gz": (
+        "prediction/test_allocator_recorded.py",
+        "prediction/test_allocator_recorded.py",
+    ),
+    "convolutions_h100/*.json.gz": ("cuda/test_convolution.py", "cuda/test_convolution.py"),
     "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
     "kernels/a100.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
     "kernels/h200.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
