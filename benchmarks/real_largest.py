@@ -228,6 +228,9 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         sizes = ("suggested", "limit_without_retry", "limit", "above")
         cells = [row["name"], row["arch"], *(said(row[one]) for one in sizes)]
         lines.append(f"| {' | '.join(cells)} | {row['by_size']:,} |")
+    left = set(COMPILED if cold else NAMES) - {row["name"] for row in rows}
+    if left:
+        lines += ["", f"Not run: {'; '.join(sorted(left))}."]
     lines += not_reported(NOT_REPORTED)
     return "\n".join(lines) + "\n"
 
