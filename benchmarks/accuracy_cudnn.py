@@ -56,7 +56,9 @@ def cudnn_table(measured: Mapping[str, Any], answers: Mapping[str, Any]) -> list
         cells = [group, str(len(names)), f"{exact} of {len(steady)}"]
         for kind in KINDS:
             errors = [
-                _peak(answers[name]["steps"], kind) / _peak(measured[name]["windows"][-1], kind) - 1
+                peak_bytes(answers[name]["steps"], kind)
+                / peak_bytes(measured[name]["windows"][-1], kind)
+                - 1
                 for name in names
             ]
             cells += [
@@ -85,6 +87,12 @@ def _is_requested_exact(measured: Any, answer: Any) -> bool:
     return held(measured["windows"][-1]) == held(answer["steps"])
 
 
-def _peak(steps: Any, kind: str) -> int:
+def peak_bytes(steps: Any, kind: str) -> int:
+    """The peak of some steps, as accuracy.json.gz and predicted.json.gz have them.
+
+    Args:
+        steps: For each step its phases.
+        kind: `allocated` or `reserved`.
+    """
     peaks: list[int] = [window[f"peak_{kind}_bytes"] for step in steps for window in step]
     return max(peaks)

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from machine import RESULTS, command, driver, is_virtual, kind, processor, today
+from machine import RESULTS, command, driver, kind, processor, today
 
 #: A line that names an exception.
 _ERROR = re.compile(r"^[\w.]*\w*(?:Error|Exception|Unsupported|Failed)\b.*", re.MULTILINE)
@@ -85,7 +85,7 @@ def measure_all(
             what the file says of the case.
         path: The file.
         device: PyTorch's name of the device.
-        libraries: What is told of the versions, beside Python and torch.
+        libraries: Distributions whose versions the page names, beside Python and torch.
         jobs: How many cases at a time.
     """
     versions = ", ".join(f"{one} {version(one)}" for one in ("torch", *libraries))
@@ -97,7 +97,7 @@ def measure_all(
         "versions": f"Python {platform.python_version()}, {versions}",
         "date": today(),
         "command": command(),
-    } | ({"virtual": "yes"} if is_virtual() else {})
+    }
     began, found = time.perf_counter(), dict[str, Any]()
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(measure, name): name for name in names}

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from accuracy_cudnn import GROUPS, group_of  # noqa: E402
+from accuracy_cudnn import GROUPS, group_of, peak_bytes  # noqa: E402
 
 #: The start of a source -> its name and colour (Okabe and Ito's, which colour-blind people tell).
 SOURCES = {
@@ -32,7 +32,7 @@ SOURCES = {
 }
 
 
-#: What cuDNN takes memory for -> how it is told, and the colour.
+#: A group of `accuracy_cudnn.py` -> its label in the picture, and its colour.
 OF_CUDNN = dict(
     zip(
         GROUPS,
@@ -66,10 +66,7 @@ def measured_here(folder: Path) -> Iterator[tuple[str, dict[str, tuple[int, int]
         yield (
             group_of(answer["result"]["caveats"]),
             {
-                kind: tuple(
-                    max(window[f"peak_{kind}_bytes"] for step in steps for window in step)
-                    for steps in both
-                )
+                kind: (peak_bytes(both[0], kind), peak_bytes(both[1], kind))
                 for kind in ("allocated", "reserved")
             },
         )
