@@ -62,6 +62,7 @@ test-cuda:
 images: $(VENV)/.installed
 	$(BIN)/python docs/render_dashboard.py
 	$(BIN)/python docs/render_pages.py
+	$(BIN)/python docs/render_real_gpus.py
 
 # Wheel and sdist into dist/, checked as a package index would.
 dist: $(VENV)/.installed

@@ -130,6 +130,9 @@ def scores_and_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 #: Compile with CUDA graphs.
 with_graphs = partial(torch.compile, mode="reduce-overhead")
+#: Compile with kernels of matrix products that are chosen by measuring.
+tuned = partial(torch.compile, mode="max-autotune-no-cudagraphs")
+tuned_with_graphs = partial(torch.compile, mode="max-autotune")
 
 
 compiled_cross_entropy = torch.compile(F.cross_entropy)
@@ -148,8 +151,8 @@ class CompiledAdamW(torch.optim.AdamW):
         self.step: Any = torch.compile(self.step)
 
 
-def _images() -> torch.Tensor:
-    return torch.zeros(16, 3, 64, 64)
+def _images(number: int = 16) -> torch.Tensor:
+    return torch.zeros(number, 3, 64, 64)
 
 
 def _rows(number: int = 4096, width: int = 1024) -> torch.Tensor:
@@ -162,7 +165,7 @@ def _words(number: int = 8) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what of it is compiled."""
+    """A step, what of it is compiled, and the batch of its second update if that is another."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
@@ -170,6 +173,7 @@ class Case:
     precision: str = "32-true"
     compiled: Callable[[Any], Any] = torch.compile
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    another: Callable[[], Any] | None = None
 
     def step(self) -> mc.TrainingStep:
         """The step, to be predicted."""
@@ -290,4 +294,19 @@ CASES: dict[str, Case] = {
     "resnet18, bf16, graphs": _workload("resnet18", "bf16-mixed", compiled=with_graphs),
     "vit-s16, bf16, graphs": _workload("vit-s16", "bf16-mixed", compiled=with_graphs),
     "gpt2, bf16, graphs": _workload("gpt2", "bf16-mixed", compiled=with_graphs),
+    "perceptron, tuned": _perceptron(compiled=tuned),
+    "perceptron, bf16, tuned, graphs": _perceptron("bf16-mixed", compiled=tuned_with_graphs),
+    "decoder, bf16, tuned": _decoder(compiled=tuned),
+    "decoder, bf16, tuned, graphs": _decoder(compiled=tuned_with_graphs),
+    "perceptron, after another size": _perceptron(another=partial(_rows, 1000)),
+    "convolutions, bf16, after another size": Case(
+        Residual, _images, squares, "bf16-mixed", another=partial(_images, 10)
+    ),
+    "decoder, bf16, after another size": _decoder(another=partial(_words, 5)),
+    "perceptron, graphs, after another size": _perceptron(
+        compiled=with_graphs, another=partial(_rows, 1000)
+    ),
+    "decoder, bf16, graphs, after another size": _decoder(
+        compiled=with_graphs, another=partial(_words, 5)
+    ),
 }

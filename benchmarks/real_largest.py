@@ -10,8 +10,8 @@ limit without a retry, with the limit, and with one sample more.
 
 A compiled step is trained twice with each size, in processes that share a cache of Inductor. The
 figures are those of the second, which is what is predicted; of the first, which compiles, is said
-whether it trains too. Each size of it is traced, so its limits are those without a retry, and a
-size 2 % above them has to need a retry or more memory than there is.
+whether it trains too. Each size of it is traced, so its limits are those without a retry. The next
+size that was traced, at most 1 part in 64 above, has to need a retry or more memory than there is.
 
 The result goes to `benchmarks/results/virtual-cards-<date>/` as JSON and Markdown.
 """
@@ -93,16 +93,20 @@ def suggest(name: str) -> dict[str, Any]:
     advice = mc.suggest_batch_size(step, device="cuda")
     by_size = mc.suggest_batch_size(step, device=CAPACITY)
     limit, without_retry = advice.limit, advice.limit_without_retry
+    above = None if limit is None else limit + 1
     if limit is None:
-        # Each size was traced, which finds the largest with so much kept free, within 2 %.
-        limit = without_retry = mc.suggest_batch_size(step, device="cuda", headroom=0).largest
+        # Each size was traced, which finds the largest with so much kept free, and a size above it
+        # that does not fit.
+        traced = mc.suggest_batch_size(step, device="cuda", headroom=0)
+        limit = without_retry = traced.largest
+        above = min((size for size, _ in traced.curve if size > limit), default=limit + 1)
     return {
         "current": advice.current_batch_size,
         "suggested": advice.batch_size,
         "fits": advice.largest,
         "limit_without_retry": without_retry,
         "limit": limit,
-        "above": limit + 1 if advice.limit else limit + limit // 50 + 1,
+        "above": above,
         "by_size": by_size.largest,
         "by_size_architecture": by_size.architecture_of,
     }
@@ -193,8 +197,8 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         "",
         f"Of {len(rows)} pairs of a program and a card of {CAPACITY}, {num_right} are right: "
         + (
-            "the suggestion and the limit train without a retry, and a size 2 % above the limit "
-            "does not. "
+            "the suggestion and the limit train without a retry, and the next size that was "
+            "traced does not. "
             if cold
             else "the suggestion and the limit without a retry train without a retry, the limit "
             "trains, and one sample more runs out of memory. "
@@ -228,6 +232,12 @@ def to_markdown(rows: list[dict[str, Any]], about: dict[str, str]) -> str:
         sizes = ("suggested", "limit_without_retry", "limit", "above")
         cells = [row["name"], row["arch"], *(said(row[one]) for one in sizes)]
         lines.append(f"| {' | '.join(cells)} | {row['by_size']:,} |")
+    if odd := [row["name"] for row in rows if row["limit"] < row["suggested"]]:
+        lines += [
+            "",
+            "A limit is below the first size that is known to need a retry. Larger sizes may train "
+            f"without one again, as the suggestion does here: {', '.join(odd)}.",
+        ]
     left = set(COMPILED if cold else NAMES) - {row["name"] for row in rows}
     if left:
         lines += ["", f"Not run: {'; '.join(sorted(left))}."]

@@ -5,9 +5,11 @@ Each rank records its own memory.
     python examples/ddp.py     # a process for each GPU, or two on the CPU
     torchrun --nproc-per-node 2 examples/ddp.py
 
+First install its packages: `pip install '.[examples]'` in the clone.
+
 Rank zero prints for all: its own report, then the range over the ranks and the rank that is nearest
-to its capacity. It does not wait for the others. A rank that fails is missing in the range, and
-writes its report into a file of its own.
+to its capacity. While it trains, it waits for no other rank. A rank that fails is missing in the
+range. A rank that runs out of memory writes its report into a file of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """A convolutional network on 1,797 handwritten digits, with MemoryCallback.
 
-One line shows the memory.
+One line of code, the callback, records the memory.
 
     python examples/digits.py
+
+First install its packages: `pip install '.[examples]'` in the clone.
 
 The images come with scikit-learn, so nothing is downloaded. It runs on a GPU where there is one,
 else on the CPU, and leaves its curves in `lightning_logs`; the report says how to open them.

@@ -2,6 +2,8 @@
 
     python examples/fabric_loop.py
 
+First install its packages: `pip install '.[examples]'` in the clone.
+
 Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The
 prediction is of the model itself, in Fabric's precision, because the output of a wrapper needs
 `fabric.backward`.

@@ -24,7 +24,7 @@ NUM_CLASSES = 10
 
 
 class Network(LightningModule):
-    """Layers of 1,024 units that make their loader with their own batch size."""
+    """Layers of 1,024 units; the module makes its loader with its own batch size."""
 
     def __init__(self, batch_size: int, num_images: int) -> None:
         super().__init__()

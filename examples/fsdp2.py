@@ -5,6 +5,8 @@ Parameters, gradients and optimizer state are sharded.
     python examples/fsdp2.py     # a process for each GPU, or two on the CPU
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
+First install its packages: `pip install '.[examples]'` in the clone.
+
 Each rank holds its part, and gathers one layer at a time while the layer runs. The report's rows of
 parameters, gradients and optimizer state are those of one rank: the whole, divided by the number of
 ranks.

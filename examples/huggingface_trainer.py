@@ -4,6 +4,8 @@ Nothing is downloaded.
 
     python examples/huggingface_trainer.py
 
+First install its packages: `pip install '.[examples]'` in the clone.
+
 The model is made from its configuration, and learns to count: each token is the one before it plus
 one.
 """
@@ -22,7 +24,7 @@ VOCABULARY, LENGTH = 512, 64
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count from a random token."""
+    """Sequences that count up; each starts at a token that follows from its index."""
 
     def __len__(self) -> int:
         return 256

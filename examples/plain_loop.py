@@ -4,6 +4,8 @@ MemoryRecorder and MemoryLog take the place of MemoryCallback.
 
     python examples/plain_loop.py
 
+First install its packages: `pip install '.[examples]'` in the clone.
+
 The training loop stays as it would be without memcallback: the recorder watches it. The log
 predicts a step before the first one runs, by tracing it without data. It prints prediction and
 measurement side by side, and writes both to TensorBoard.

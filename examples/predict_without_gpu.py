@@ -1,6 +1,6 @@
-"""Predict the memory of training a small GPT on two cards, without a GPU.
+"""Predict the memory of training a small GPT, for each of two cards, without a GPU.
 
-It says on which it fits, and how large the batch may be.
+The program says on which of them the training fits, and how large the batch may be.
 
     python examples/predict_without_gpu.py
 
@@ -100,8 +100,8 @@ def main() -> None:
         fits = "yes" if prediction.fits_without_retry else "no"
         largest = (
             "unknown"
-            if prediction.limit_without_retry is None
-            else str(prediction.limit_without_retry)
+            if prediction.largest_batch_size is None
+            else str(prediction.largest_batch_size)
         )
         print(f"{prediction.device_name:28}{peak:>15}{capacity:>12}{fits:>7}{largest:>15}")
 

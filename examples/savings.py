@@ -4,9 +4,11 @@ Gradient accumulation, mixed precision, checkpointing.
 
     python examples/savings.py
 
-None is on by default. The step is first predicted without and with all three; then a network is
+First install its packages: `pip install '.[examples]'` in the clone.
+
+None is on by default. The step is first predicted without and with all three. Then a network is
 trained on the digits of `examples/plain_loop.py` with all three, and the recorder shows how much
-memory they took. `mc.what_if(step)` would predict each of them, and more, alone and together.
+memory that took. `mc.what_if(step)` would predict each of them, and more, alone and together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What tests need of PyTorch that an older one does not have."""
 
 import inspect
+import os
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ needs_saved = pytest.mark.skipif(
 )
 needs_ranks = pytest.mark.skipif(
     _VERSION < (2, 11), reason="ranks of a job are predicted with PyTorch 2.11 or later"
+)
+needs_compilation = pytest.mark.skipif(
+    _VERSION < (2, 11) or not hasattr(os, "fork"),
+    reason="compiled code is predicted with PyTorch 2.11 or later, in a forked process",
 )
 needs_recorded_version = pytest.mark.skipif(_VERSION < (2, 11), reason="recorded with PyTorch 2.11")
 needs_fsdp2 = pytest.mark.skipif(

@@ -97,6 +97,8 @@ def hide(part):
         if not hasattr(holder, parent):
             import_module(f"{holder.__name__}.{parent}")
         holder = getattr(holder, parent)
+    if not hasattr(holder, name):  # an older PyTorch
+        return True
     if not isinstance(holder, ModuleType):
         delattr(holder, name)
         return False

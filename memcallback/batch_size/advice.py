@@ -58,11 +58,12 @@ class BatchSizeAdvice(Printable):
         batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
             to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
-        limit: The most samples that fit with nothing kept free, below the first size known to
-            fail; None if unlimited, without a traced step, or if each size takes a trace.
+        limit: The most samples that fit with nothing kept free, below the first size known to fail;
+            None if unlimited, if no step was traced, or if each size takes a trace.
         limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
             without a retry of the allocator; None if unlimited, or if each size takes a trace.
-        limit_fits_again: A size above `limit` that fits although the next one does not; None if
+        limit_fits_again: A size above `limit` that fits, although the one right after `limit` does
+            not; None if
             none is known.
         limit_without_retry_peak_bytes: The peak at `limit_without_retry`; None if there is no such
             limit, or it is 0.
@@ -183,7 +184,9 @@ class BatchSizeAdvice(Printable):
             raise ValueError(
                 f"effective_batch_size {effective_batch_size} cannot be accumulated in a pipeline: "
                 "its memory depends on the number of microbatches, here "
-                f"{self.bounds.num_microbatches}. Ask again with Ranks(..., n_microbatches=...)."
+                f"{self.bounds.num_microbatches}. Ask again with another "
+                "Ranks(..., n_microbatches=...): the samples between two updates are "
+                "n_microbatches times the batch size."
             )
         world_size = self.bounds.world_size
         whole_number(
@@ -226,8 +229,8 @@ class BatchSizeAdvice(Printable):
             return (
                 f"No batch size is sure to fit: {smallest} may need {format_bytes(peak)}, and "
                 f"{format_bytes(max(0, self.budget_bytes))} are left of "
-                f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make it "
-                "fit."
+                f"{format_bytes(self.capacity_bytes)}. memcallback.what_if says what would make a "
+                "training step fit."
             )
         largest = self.largest_in_bounds
         times = f"{_times(self.multiple)}x the current {self.current_batch_size:,}"
@@ -235,13 +238,13 @@ class BatchSizeAdvice(Printable):
             f"Largest batch size: {largest:,}{self._bound()} with {self.kept_free} of "
             f"{format_bytes(self.capacity_bytes)} kept free."
         ]
+        if self.batch_size == largest:
+            sentences.append(f"That is {times}.")
         if self.architecture_of is not None:
             sentences.append(f"The architecture of {self.architecture_of} was assumed.")
         if largest < self.largest:
             sentences.append(f"{self.largest:,} would fit.")
-        if self.batch_size == largest:
-            sentences.append(f"That is {times}.")
-        else:
+        if self.batch_size != largest:
             multiple_of = self.bounds.multiple_of
             is_multiple = multiple_of > 1 and not self.batch_size % multiple_of
             multiple = f", a multiple of {multiple_of}" if is_multiple else ""

@@ -236,8 +236,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "memory that does not shrink with the batch (only a prediction knows it): test the "
-            "suggested size before you rely on it"
+            "memory of the forward and backward pass that does not shrink with the batch (only a "
+            "prediction knows how much), so test the suggested batch size before you rely on it"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -250,9 +250,9 @@ def estimate(
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=f"From the {counts} memory measured on this device"
+        basis=f"The peaks follow from the {counts} memory measured on this device"
         if is_measured
-        else f"Predicted by the {law.source if law else ''}",
+        else f"The peaks are predicted by the {law.source if law else ''}",
         leaves_out=tuple(leaves_out),
     )
 
@@ -304,7 +304,7 @@ def estimate_from_trace(
         retraced = None
     peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
     measured_bytes = counted_peak(measured) if measured else None
-    basis = "Simulated from a trace"
+    basis = "The peaks were simulated from a trace"
     if retraced is not None:
         basis += " at each batch size that was tried"
     if bucket_bytes:
@@ -348,7 +348,9 @@ def estimate_from_trace(
     if most_outside_bytes is not None and (
         budget_bytes < budget(capacity_bytes, headroom, outside_bytes)
     ):
-        kept = f"; {format_bytes(most_outside_bytes)} are kept free"
+        kept = (
+            f"; a context can be larger, so {format_bytes(most_outside_bytes)} in all are kept free"
+        )
     if not is_read and outside_bytes:
         leaves_out.append(
             f"other processes on the device (only {_assumed(device)} counted, with "
@@ -356,8 +358,8 @@ def estimate_from_trace(
         )
     elif is_read and most_outside_bytes is not None:
         leaves_out.append(
-            f"the size of a CUDA context that is not open yet (with what other processes use, "
-            f"{format_bytes(outside_bytes)} are counted outside of the allocator{kept})"
+            "the real size of a CUDA context that is not open yet (an assumed size and what other "
+            f"processes use, {format_bytes(outside_bytes)} together, are counted{kept})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")

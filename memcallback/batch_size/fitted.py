@@ -162,12 +162,12 @@ class FittedBatchSize(Printable):
         capacity_bytes: The memory that was planned for.
         outside_bytes: The part of it that is used outside this process's allocator.
         headroom: The fraction of the capacity that a predicted size leaves free. A size fits if at
-            least half of it stayed free in the trial, validation included.
-        counts: Which memory is meant: `reserved`, on a CPU `allocated`.
+            least half of this headroom stayed free in the trial, validation included.
+        counts: Which memory the peaks of the trials count: `reserved`, on a CPU `allocated`.
         num_updates: Optimizer updates in each trial.
         has_validation: Whether validation was part of each trial.
         notes: What else to know, one sentence each.
-        train_dataloaders: Where the loaders were given, copies with that batch size, to train with;
+        train_dataloaders: If you gave loaders, copies of them with that batch size, to train with;
             else None.
     """
 
@@ -215,11 +215,11 @@ class FittedBatchSize(Printable):
         validation = " and validation" if self.has_validation else ""
         ran = f"{self.num_updates} optimizer updates{validation}"
         budget_bytes = self.trials[-1].budget_bytes
-        less = [f"{50 * self.headroom:g} %, half of the headroom"] if self.headroom else []
+        less = [f"half of the {100 * self.headroom:g} % headroom"] if self.headroom else []
         if self.outside_bytes:
             less.append(f"{format_bytes(self.outside_bytes)} outside the allocator")
         capacity = format_bytes(self.capacity_bytes)
-        capacity += f" less {', and '.join(less)}" if less else ""
+        capacity += f" less {' and less '.join(less)}" if less else ""
         return (
             f"Batch size {self.batch_size:,} (it was {self.previous_batch_size:,}) is the largest "
             f"found to fit {self.device_name}. It ran for {ran} within "
@@ -282,7 +282,9 @@ def nothing_fits(
     """Why no batch size fits, and what would make one fit."""
     budget = format_bytes(max(0, trial.budget_bytes))
     needs = f"It ran out of memory, with {budget} to use"
-    if not trial.is_out_of_memory and trial.peak_bytes is not None:
+    if trial.num_alloc_retries and not trial.is_out_of_memory:
+        needs = f"The allocator had to give back its cache and try again, with {budget} to use"
+    elif not trial.is_out_of_memory and trial.peak_bytes is not None:
         needs = f"It takes {format_bytes(trial.peak_bytes)}, and {budget} may be used"
     return (
         f"No batch size fits {device_name}: {trial.batch_size:,} is the smallest that was tried. "
@@ -320,7 +322,9 @@ def _way_out(prediction: StepPrediction | None) -> str:
 def _ran(trial: Trial, miss: str) -> str:
     if trial.is_out_of_memory:
         return f"Batch size {trial.batch_size:,} ran out of memory, and the error was caught:"
-    peak = "" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}{miss}"
+    peak = " ran" if trial.peak_bytes is None else f" took {format_bytes(trial.peak_bytes)}{miss}"
+    if trial.fits and trial.peak_bytes is None:
+        return f"Batch size {trial.batch_size:,} ran; its peak could not be read:"
     if trial.fits:
         return f"Batch size {trial.batch_size:,}{peak} and left room:"
     return f"Batch size {trial.batch_size:,}{peak}, {trial.outcome}:"

@@ -70,7 +70,7 @@ def _length_of(batch: object, step: Step) -> int:
     if [len(shape) for shape in shapes] != [len(shape) for shape in own]:
         raise ValueError(
             f"A batch of sequence_lengths has tensors of shapes {_text(shapes)}, and that of the "
-            f"step {_text(own)}: number and dimensions of the tensors must be the same. "
+            f"step {_text(own)}: there must be as many tensors, each with as many dimensions. "
             "Give batches like the step's own, or the lengths as numbers."
         )
     pairs = (

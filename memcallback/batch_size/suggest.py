@@ -57,7 +57,7 @@ def suggest_batch_size(
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> BatchSizeAdvice:
-    """The largest batch size predicted to fit: its reserved peak plus headroom is within capacity.
+    """The largest batch size that is predicted to fit with the headroom kept free.
 
     A trace at that size verifies it. If this trace shows that the step runs differently there, the
     size is predicted again from this trace. If the step runs differently at each batch size, each
@@ -69,8 +69,9 @@ def suggest_batch_size(
     one.
 
     All ranks of a job have one batch size, the smallest of what each could have alone. In a
-    pipeline each stage is predicted (its batch size is that of a microbatch); on several kinds of
-    devices, one rank on each kind; else the step's own rank represents all. If a function makes the
+    pipeline every rank is predicted, and the batch size is that of one microbatch. On several kinds
+    of devices one rank on each kind is predicted. Otherwise the step's own rank represents all.
+    If a function makes the
     pipeline, it is unknown how many copies of the pipeline train on batches of their own: give
     that number as `world_size`, by default one.
 
@@ -94,7 +95,8 @@ def suggest_batch_size(
             longest; `by_sequence_length` of the advice has one for each length. The step must know
             its `sequence_length`.
         validation: An `InferenceStep(..., after=step)` that runs at the same batch size: the advice
-            is for the largest size that fits in both. It has a `sequence_length` of its own.
+            is for the largest size that fits in both. Validation is predicted at its own
+            `sequence_length`.
         progress: As for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.
@@ -208,8 +210,8 @@ def _suggest(
     )
     if len(kinds) > 1 and wanted.measured is not None:
         raise ValueError(
-            f"measured is a step of one rank, and there are {len(kinds)} kinds of ranks. Leave it "
-            "out: their peaks are predicted."
+            f"The step in measured=... is of one rank, but there are {len(kinds)} kinds of ranks. "
+            "Leave measured out: the peaks of all ranks are predicted."
         )
     estimates = [
         _for_one(kind, wanted, bounds, part_of(progress, number, len(kinds)))
@@ -289,8 +291,13 @@ def _for_one(
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
         if validated is None:
-            said = "does not limit the batch size" if knows_others else "was not taken into account"
-            why_not = f"Validation {said}: {_why_none(validation, knows_others=knows_others)}"
+            why_not = (
+                "Validation does not limit the batch size: a larger batch needs little or no more "
+                "memory there."
+                if knows_others
+                else "Validation was not taken into account: "
+                + _why_none(validation, knows_others=False)
+            )
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
         alone = estimate_alone(step, prediction, measured, buckets_bytes)
@@ -390,8 +397,9 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
         else "a step"
     )
     raise ValueError(
-        f"measured is {kind} on {measured.device_name}; it must be a steady step measured on "
-        f"{prediction.device_name}. Give recorder.steady of a training there, or leave it out."
+        f"measured=... got {kind} on {measured.device_name}; it must be a steady step measured on "
+        f"{prediction.device_name}. Give recorder.steady of a training there, or leave measured "
+        "out."
     )
 
 
@@ -436,13 +444,14 @@ def _why_none(prediction: Prediction, *, knows_others: bool) -> str:
     """Why no batch size is the largest, with a hint, as the end of a sentence."""
     if prediction.capacity_bytes is None:
         return (
-            "the CPU's capacity is unknown. Give it: "
-            "device=memcallback.devices.catalogue.HostSpec(capacity_bytes=...)."
+            "the CPU's capacity is unknown. Give it in Python: "
+            "device=memcallback.devices.catalogue.HostSpec(capacity_bytes=...). On the command "
+            "line, name a card or its size."
         )
     reason = next((caveat for caveat in prediction.trace.caveats if caveat.startswith(ONLY)), None)
     if reason is not None and not knows_others:
         return ONLY.lower() + reason.removeprefix(ONLY)
     return (
-        "every batch size fits: a larger batch needs hardly more memory, or none. Give the largest "
-        "that you would train with: max_batch_size=..."
+        "every batch size fits, because a larger batch needs little or no more memory. Give the "
+        "largest batch size that you would train with: max_batch_size=..."
     )

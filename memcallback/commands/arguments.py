@@ -44,8 +44,9 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="package.module:make_step",
-        help=f"{TARGET_HELP}: a function that returns a TrainingStep or an InferenceStep, or a "
-        "LightningModule with its data; memcallback --help has an example",
+        help=f"{TARGET_HELP}: a function that returns a TrainingStep or, except for what-if, an "
+        "InferenceStep; or a LightningModule that has a train_dataloader; memcallback --help has "
+        "an example",
     )
 
 

@@ -26,8 +26,8 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
         "--max-peak",
         metavar="SIZE",
         type=max_peak,
-        help="exit with 1 if the peak is above SIZE, such as 20GiB; reserved memory counts, on a "
-        "CPU allocated memory",
+        help="exit with 1 if the peak is above SIZE, such as 20GiB; the peak is that of reserved "
+        "memory, or on a CPU of allocated memory",
     )
     parser.add_argument(
         "--baseline",
@@ -58,7 +58,8 @@ def failed_checks(prediction: Prediction, arguments: argparse.Namespace) -> bool
     if arguments.check and prediction.capacity_bytes is None:
         raise UsageError(
             f"--check cannot tell whether the step fits: the capacity of {prediction.device_name} "
-            "is unknown. Say how much it may take, such as --max-peak 20GiB, or name a card."
+            "is unknown. Give --max-peak with a size in its place, such as --max-peak 20GiB, or "
+            "name a card."
         )
     problems = [*_above_max_peak(prediction, arguments), *_above_baseline(prediction, arguments)]
     for problem in problems:

@@ -57,6 +57,7 @@ def _seconds(text: str) -> float:
     seconds = number_in(text)
     if not 0 < seconds < _LONGEST_WATCH_S:
         raise UsageError(
-            f"--watch {text!r} is not a number of seconds above 0. Write one, such as --watch 5."
+            f"--watch {text!r} is not a number of seconds above 0 and below {_LONGEST_WATCH_S:g}. "
+            "Write one, such as --watch 5."
         )
     return seconds

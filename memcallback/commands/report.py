@@ -34,7 +34,7 @@ def add_report(commands: Any) -> None:
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="also show what savings would buy; each takes a trace",
+        help="also show what savings would buy; this traces the step again for each saving",
     )
     parser.add_argument(
         "-o", "--output", metavar="report.html", required=True, help="the file to write"

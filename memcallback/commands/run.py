@@ -114,8 +114,9 @@ class _Recording:
             self._loop.close()
         if not self._loop.has_begun and not self._loop.is_lightning:
             _say(
-                "no training step was seen. A step needs a module that an optimizer trains, called "
-                "in training mode. Or record the loop yourself with MemoryRecorder."
+                "no training step was seen. A step is seen if a module that an optimizer trains is "
+                "called in training mode. If your loop makes no such call, record it with "
+                "MemoryRecorder."
             )
 
 

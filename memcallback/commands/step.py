@@ -20,6 +20,7 @@ from memcallback.commands.arguments import (
     sequence_lengths,
 )
 from memcallback.commands.checks import add_checks, failed_checks, refuse_checks
+from memcallback.core.types import Stage
 from memcallback.core.validation import DEFAULT_MULTIPLE
 from memcallback.step.importer import UsageError
 
@@ -61,8 +62,11 @@ def _next_step(prediction: Prediction, arguments: argparse.Namespace) -> str:
     """What to do where a step does not fit."""
     largest = prediction.largest_batch_size
     smaller = f"--batch-size {largest} fits. " if largest else ""
-    # A card that was given by its size is named after it.
-    device = re.sub(r"^a card of ([\d.]+) ", r"\1", prediction.device_name)
+    if prediction.step.stage is not Stage.TRAINING:  # savings are for training alone
+        return f"Next: {smaller or 'try a smaller batch, or a device with more memory.'}".rstrip()
+    device = arguments.device
+    if not isinstance(device, str):  # a card that was given by its size is named after it
+        device = re.sub(r"^a card of ([\d.]+) ", r"\1", prediction.device_name)
     command = ["memcallback", "what-if", arguments.target, "--device", device]
     if arguments.batch_size is not None:
         command += ["--batch-size", str(arguments.batch_size)]
@@ -100,7 +104,12 @@ def add_suggest(commands: Any) -> None:
     )
     add_number(parser, "--max-batch-size", "upper limit of the suggestion")
     add_number(parser, "--dataset-size", "samples in the dataset")
-    add_number(parser, "--world-size", "number of ranks; the suggestion is for each of them")
+    add_number(
+        parser,
+        "--world-size",
+        "number of ranks; the suggestion is for each of them",
+        meaning="number of ranks",
+    )
     parser.add_argument(
         "--sequence-lengths",
         metavar="N,N",

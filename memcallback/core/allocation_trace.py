@@ -203,8 +203,8 @@ def _check(events: Sequence[Event]) -> None:
         if isinstance(event, Alloc):
             if event.id in seen:
                 raise ValueError(
-                    f"event {position} allocates {event.id} again; a number belongs to one "
-                    "allocation: give each its own"
+                    f"event {position} allocates id {event.id} a second time; an id belongs to one "
+                    "allocation: give each allocation its own"
                 )
             seen.add(event.id)
             alive.add(event.id)
@@ -212,18 +212,18 @@ def _check(events: Sequence[Event]) -> None:
             if event.id not in alive:
                 reason = "is freed already" if event.id in seen else "was never allocated"
                 raise ValueError(
-                    f"event {position} frees {event.id}, which {reason}; a Free follows its own "
-                    "Alloc, once: leave this one out"
+                    f"event {position} frees id {event.id}, which {reason}; each Alloc is freed at "
+                    "most once, by a later Free: leave this Free out"
                 )
             alive.remove(event.id)
         elif isinstance(event, (StepStart, StepEnd)):
             if phases or in_step is isinstance(event, StepStart):
-                where = "inside another" if in_step else "that has not started"
+                where = "inside a step" if in_step else "without an open step"
                 if phases:
                     where = f"inside phase {phases[0].value!r}"
                 raise ValueError(
-                    f"event {position} starts or ends a step {where}; steps do not overlap and "
-                    "hold whole phases: put the mark between phases"
+                    f"event {position} is a {type(event).__name__} {where}; steps contain whole "
+                    "phases and do not overlap: put a step's marks between phases"
                 )
             in_step = not in_step
         elif not isinstance(event, EmptyCache):
@@ -249,8 +249,8 @@ def _check_mark(position: int, mark: PhaseStart | PhaseEnd, phases: list[Phase])
         phases.append(mark.phase)
     elif phases != [mark.phase]:
         raise ValueError(
-            f"event {position} ends phase {mark.phase.value!r} while the current one is "
-            f"{current!r}; start it before"
+            f"event {position} ends phase {mark.phase.value!r}, but the current phase is "
+            f"{current!r}: put a PhaseStart for {mark.phase.value!r} before it"
         )
     else:
         phases.clear()

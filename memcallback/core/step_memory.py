@@ -210,7 +210,7 @@ class StepMemory(Printable):
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """The least held by them at a start or end of a phase: what is live throughout the step."""
+        """As `held_bytes`, but the smallest sum: what is live throughout the step."""
         return min(self._held_at_boundaries, default=None)
 
     @cached_property

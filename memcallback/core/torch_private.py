@@ -129,7 +129,7 @@ PARTS = {
     ),
     "next_sequence_nr": _Part("torch._C._autograd", "_get_sequence_nr", _MODULES),
     "current_autograd_node": _Part("torch._C", "_current_autograd_node", _MODULES),
-    "module_call": _Part("torch.nn.Module", "_call_impl", "loops whose steps are found by hooks"),
+    "module_call": _Part("torch.nn.Module", "_call_impl", "finding the steps of a loop"),
     "is_memory_history_on": _Part(
         "torch._C", "_cuda_isHistoryEnabled", "allocator histories of out-of-memory errors"
     ),
@@ -206,7 +206,7 @@ def _stand_in(part: _Part) -> type:
     def missing(*_: object, **__: object) -> NoReturn:
         raise MissingPartError(
             f"PyTorch {torch.__version__} has no {part.path} (needed for {part.needed_for}). Use a "
-            "release of PyTorch that memcallback was tested with"
+            "release of PyTorch that memcallback was tested with (docs/versions.md)"
         )
 
     kind = type("_MissingKind", (_Missing,), {"__call__": missing, "__getattr__": missing})

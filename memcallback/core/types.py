@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """A part of a training step; the members are in the order in which they run."""
+    """A part of a training step: `FORWARD`, `BACKWARD`, `OPTIMIZER_STEP`, in this order."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

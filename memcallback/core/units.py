@@ -29,8 +29,8 @@ def format_bytes(num_bytes: int) -> str:
     """Write a number of bytes as PyTorch's out-of-memory message does, to compare the two by eye.
 
     The steps between units are those of `format_size` in PyTorch's
-    c10/cuda/CUDACachingAllocator.cpp: a unit is used above, not at, its first multiple, so 2**30
-    bytes are `1024.00 MiB`.
+    c10/cuda/CUDACachingAllocator.cpp: a unit is used only for sizes above it, so 2**30 bytes are
+    `1024.00 MiB`, not `1.00 GiB`.
 
     Args:
         num_bytes: Any integer; a negative one, such as a difference, gets a minus sign.

@@ -293,9 +293,9 @@ def _size(text: str) -> int | None:
 def _large_enough(device: object, size_bytes: int) -> int:
     if size_bytes < MiB:
         raise ValueError(
-            f"{device!r} is neither a card nor its size: a number is a size in bytes, at least "
-            "1 MiB. Give the size with its unit, such as '24GiB', the name of a card, or 'cuda:0' "
-            "to predict for a device of this machine."
+            f"{device!r} is neither a card nor a card's size: a plain number means bytes, and must "
+            "be at least 1 MiB. Give the size with its unit, such as '24GiB', the name of a card, "
+            "or 'cuda:0' to predict for a device of this machine."
         )
     return size_bytes
 

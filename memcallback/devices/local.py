@@ -145,8 +145,8 @@ def _spec(properties: Any) -> DeviceSpec:
         max_threads_per_multiprocessor=properties.max_threads_per_multi_processor,
         l2_cache_bytes=properties.L2_cache_size,
         caveats=(
-            f"{properties.name} is not in the catalogue: its clocks and resident blocks are "
-            f"assumed to be those of {like.name}.",
+            f"{properties.name} is not in the catalogue: its clock rates and its number of "
+            f"resident thread blocks are assumed to be those of {like.name}.",
         ),
     )
 

@@ -24,7 +24,7 @@ def device_memory(device: torch.device, *, reserved_bytes: int | None = None) ->
     if device.type == "cpu":
         return cpu_memory()
     return DeviceMemory(
-        unavailable=f"only the allocator of a device of type {device.type!r} can be read"
+        unavailable=f"of a device of type {device.type!r} only the allocator can be read"
     )
 
 

@@ -255,7 +255,7 @@ def _devices_of_torch(reason: str) -> DeviceStates:
         )
     return DeviceStates(
         devices=tuple(devices),
-        unavailable=f"{reason} Devices as PyTorch reports them, without processes.",
+        unavailable=f"{reason} PyTorch reports the devices, but not their processes.",
     )
 
 

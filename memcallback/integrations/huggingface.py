@@ -21,6 +21,7 @@ from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
 from memcallback.integrations.huggingface_step import (
     PlannedEvaluation,
+    called_by_trainer,
     inputs_in,
     more_samples,
     step_of,
@@ -37,6 +38,7 @@ from memcallback.record.settings import MonitorSettings
 from memcallback.record.watch import Watch
 from memcallback.report.console import BRIEF
 from memcallback.report.report import Report
+from memcallback.step.copies.compiled import has_compiled_code
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
 from memcallback.step.training_step import TrainingStep
@@ -56,11 +58,17 @@ else:
 
 from memcallback.integrations.report_to import destinations_here
 
+#: Makes the step of a model from its inputs and the loss.
+MakeStep = Callable[[Mapping[str, Any], Loss | None], TrainingStep]
 _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel). The recorded memory "
     "is that of the first device, which holds the outputs of all. The prediction is for that "
     "device's own samples alone. Start one process for each device instead: torchrun "
     "--nproc-per-node=gpu train.py."
+)
+_COMPILED_WRAPPER = (
+    "The Trainer compiles the model together with a wrapper around it. The prediction is for the "
+    "model without compilation."
 )
 
 
@@ -70,10 +78,11 @@ class MemoryTrainerCallback(TrainerCallback):
     It also suggests the largest batch size.
 
     The training itself does not change. A Trainer's callbacks learn where steps end; hooks on its
-    model and optimizer mark the phases (see `MemoryRecorder.watch`). Values go every
-    `logging_steps` to what the Trainer's `report_to` names; with `report_to="none"` to a
-    TensorBoard run in the folder `memcallback` under the Trainer's logging or output folder. A
-    report is printed once the first steady step is known, and one line at the end.
+    model and optimizer mark the phases (see `MemoryRecorder.watch`). Every `logging_steps`, values
+    go to the loggers that the Trainer's `report_to` names. With `report_to="none"` they go to a
+    TensorBoard run in the folder `memcallback` under the Trainer's logging or output folder. The
+    report is printed as soon as a steady step (one after an optimizer update) is recorded and the
+    prediction, if any, is there. One more line is printed at the end.
 
     Args:
         batch_size: Samples in a batch of this process; by default inferred from the model's
@@ -149,7 +158,7 @@ class MemoryTrainerCallback(TrainerCallback):
         self._copied = Results()
         self._watch: Watch | None = None
         self._state: Any = None
-        self._make_step: Callable[[Mapping[str, Any], Loss | None], TrainingStep] | None = None
+        self._make_step: MakeStep | None = None
         #: The Trainer's `compute_loss`, while it trains.
         self._found_loss: Callable[..., torch.Tensor] | None = None
         self._is_broken = False
@@ -207,8 +216,11 @@ class MemoryTrainerCallback(TrainerCallback):
         optimizer = unwrapped(optimizer)
         # The optimizers of DeepSpeed are none of PyTorch's.
         own = optimizer if hasattr(optimizer, "_optimizer_step_post_hooks") else None
+        called = called_by_trainer(model)
+        # A job's wrapper around the model is not part of the step that is predicted.
+        trained = called if getattr(called, "_orig_mod", None) is model else model
         recorder = self.recorder = MemoryRecorder(
-            model,
+            called,
             own,
             device=args.device,
             sample_every_n_steps=sample_interval(args.device),
@@ -228,18 +240,35 @@ class MemoryTrainerCallback(TrainerCallback):
         )
         if args.n_gpu > 1:
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)
-        self._make_step = lambda inputs, loss: step_of(
-            model, inputs, own, args, loss=loss, batch_size=self._settings.batch_size
-        )
+        if self._settings.predict and has_compiled_code(called) and called is not trained:
+            self._monitor.notes = (*self._monitor.notes, _COMPILED_WRAPPER)
+
+        def steps_of(model: torch.nn.Module) -> MakeStep:
+            size = self._settings.batch_size
+            return lambda inputs, loss: step_of(
+                model, inputs, own, args, loss=loss, batch_size=size
+            )
+
+        self._make_step = steps_of(trained)
+        # A Trainer evaluates the model as it is.
+        before_evaluation = steps_of(model)
         recorder.listen(self)
         self._watch = recorder.watch(
             batch_size=self._settings.batch_size,
             per_module=self._per_module,
-            on_first_call=lambda _, inputs: self._on_first_call(model, inputs, args),
+            on_first_call=lambda _, inputs: self._on_first_call(
+                trained, inputs, args, before_evaluation
+            ),
         )
 
     @fail_safe
-    def _on_first_call(self, model: torch.nn.Module, inputs: dict[str, Any], args: Any) -> None:
+    def _on_first_call(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        args: Any,
+        before_evaluation: MakeStep,
+    ) -> None:
         monitor, make_step = self._monitor, self._make_step
         assert monitor is not None
         assert make_step is not None
@@ -257,7 +286,9 @@ class MemoryTrainerCallback(TrainerCallback):
         def more(prediction: StepPrediction | None, say: Callable[[str], None]) -> Any:
             if evaluation is None or not isinstance(prediction, Prediction):
                 return None
-            return evaluation.predict(lambda: make_step(whole, loss), whole, prediction.device)
+            return evaluation.predict(
+                lambda: before_evaluation(whole, loss), whole, prediction.device
+            )
 
         monitor.begin(
             lambda: make_step(whole, loss),

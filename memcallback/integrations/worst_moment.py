@@ -15,7 +15,8 @@ def worst_moment(training: Prediction, validation: Prediction, name: str = "vali
     worst, other = sorted(moments, key=lambda moment: -moments[moment])
     return (
         f"Worst moment of the run: {worst}, {brief_bytes(moments[worst])} allocated; {other} "
-        f"reaches {brief_bytes(moments[other])} (predicted, {validation.batch_size:,} samples)."
+        f"reaches {brief_bytes(moments[other])} (both predicted; {name} with "
+        f"{validation.batch_size:,} samples)."
     )
 
 

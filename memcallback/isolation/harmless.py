@@ -104,7 +104,8 @@ def become_harmless(*, is_background: bool) -> None:
         raise PredictionError(
             "A prediction needs seccomp, which keeps compiled code from changing files, and this "
             f"system ({platform.machine()}, Linux {platform.release()}) does not have it. "
-            "isolate=False runs the prediction in this process"
+            "isolate=False, or MEMCALLBACK_ISOLATE=0 in the environment, runs the prediction in "
+            "this process"
         )
 
 
@@ -270,5 +271,6 @@ def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
         return
     line = own_line_here()
     raise OutsideError(
-        f"{line or 'The step'} {deed} {thing}. A prediction changes nothing outside of its process"
+        f"{line or 'The step'} {deed} {thing}. A prediction must not change anything outside of "
+        "its process, so this was refused"
     )

@@ -39,7 +39,10 @@ _BEGIN_S = 10.0
 _LAST_WORDS_S = 2.0
 _LAST_MOMENT_MS = 50
 _OFF = "MEMCALLBACK_ISOLATE"
-_ISOLATE_FALSE = "isolate=False runs it in this process."
+_ISOLATE_FALSE = (
+    "isolate=False, or MEMCALLBACK_ISOLATE=0 in the environment, runs the prediction in this "
+    "process."
+)
 
 
 def check_timeout(timeout_s: float) -> float:
@@ -310,7 +313,8 @@ class Isolated(Generic[T]):
         )
         return (
             f"The prediction took longer than {self._timeout_s:g} s and was ended.{where} "
-            "timeout_s=... gives it more time."
+            "timeout_s=... gives it more time. On the command line, MEMCALLBACK_ISOLATE=0 in the "
+            "environment removes the limit, and runs the prediction in this process."
         )
 
     def _read_stacks(self) -> str:

@@ -65,4 +65,5 @@ def _of_others(least: Prediction, predictions: Sequence[Prediction]) -> Iterator
 
 def would_fit(batch_size: int, architecture_of: str | None) -> str:
     """The largest batch size with another architecture."""
-    return f"A batch of {batch_size:,} would fit with the architecture of {architecture_of}."
+    architecture = f"the architecture of {architecture_of}"
+    return f"With {architecture} the largest batch size would be {batch_size:,}."

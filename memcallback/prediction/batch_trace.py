@@ -215,7 +215,8 @@ class BatchTrace:
         if more and self.slopes is None:
             raise UnknownBatchSize(
                 f"the step was traced at batch size {self.batch_size} only, so batch size "
-                f"{batch_size} is unknown: trace the step at that size"
+                f"{batch_size} is unknown: memcallback.predict(step, batch_size={batch_size}) "
+                "traces the step at that size"
             )
         numbers = self._numbers_at(more)
         for position in [

@@ -136,7 +136,7 @@ class SequenceLengthTrace:
         if not self.step:
             raise UnknownSequenceLength(
                 f"the step was traced at sequence length {own} only, so length {sequence_length} "
-                "is unknown: trace the step at that length"
+                "is unknown: memcallback.predict(step, sequence_length=...) traces the step there"
             )
         if (sequence_length - own) % self.step:
             raise UnknownSequenceLength(
@@ -215,14 +215,14 @@ class SequenceLengthTrace:
                 raise self._path_depends(
                     length,
                     event_text(self._longest.traced.trace.events, position),
-                    f"{event_text(theirs, position)} (where a parabola over the sequence length "
-                    f"gives {event_text(ours, position)})",
+                    f"{event_text(theirs, position)} (a parabola over the sequence length gives "
+                    f"{event_text(ours, position)})",
                 )
 
     def _path_depends(self, length: int, ours: str, theirs: str) -> LengthDependentPath:
         return LengthDependentPath(
             f"the step does something else at another sequence length: it has {ours} at sequence "
-            f"length {self.sequence_length}, where it has {theirs} at sequence length {length}. "
+            f"length {self.sequence_length}, and {theirs} at sequence length {length}. "
             "Predict each sequence length from traces of its own."
         )
 

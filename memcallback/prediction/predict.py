@@ -29,14 +29,15 @@ def predict(
     isolate: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Prediction:
-    """Predict the memory of a training or inference step to the byte, without a device.
+    """Predict the memory of a training or inference step, in bytes, without a device.
 
     For a CUDA device, the values are those that its allocator would show; for a CPU, the bytes of
     the live tensors.
 
-    The step is traced on a copy with fake tensors, three times for a prediction that knows every
-    batch size, eight times for one that knows other sequence lengths too. That runs the step's own
-    Python code, without its computations, in a child process that cannot change anything outside of
+    A copy of the step is traced with fake tensors. From three traces the prediction knows every
+    batch size. If the step gives a `sequence_length`, it takes eight and knows other lengths too. A
+    trace runs the step's own Python code,
+    without its computations, in a child process that cannot change anything outside of
     itself: no variable, file, connection or random number generator of this program.
 
     If `device` is only a size of memory, the step is predicted with two architectures, an A100's
@@ -63,13 +64,14 @@ def predict(
         timeout_s: Seconds, above 0, after which the child is killed.
 
     Returns:
-        The prediction, and what was assumed in its `caveats`.
+        The prediction; its `caveats` say what was assumed.
 
     Raises:
         PredictionError: If the step cannot be traced, takes too long, or wants to change something
             outside of its process; or if its batch size is unknown.
         ValueError: If `device` is unknown, or names a device that this machine does not have; if
-            `batch_size` is below 1; or if the step does not say which `sequence_length` it has.
+            `batch_size` is below 1; or if `sequence_length` is given and the step does not say its
+            own.
         TypeError: If `step` is not a step, or a number is not whole.
     """
     checked_step(step)

@@ -68,7 +68,7 @@ def predict_here(
     elif step.sequence_length is None:
         raise ValueError(
             f"sequence_length {length} was asked for, and the step does not say how long its "
-            "sequences are. Give it: sequence_length=... to TrainingStep."
+            "sequences are. Give it to the step: sequence_length=..."
         )
     else:
         trace = _length_trace(
@@ -164,7 +164,7 @@ def load_tracer() -> Any:
     except (ImportError, AttributeError) as error:
         raise PredictionError(
             f"PyTorch {torch.__version__} lacks a part that tracing needs: {error}. Use a release "
-            "of PyTorch that memcallback was tested with"
+            "of PyTorch that memcallback was tested with (docs/versions.md)"
         ) from error
     return tracer
 
@@ -200,8 +200,8 @@ def _batch_trace(traces: Traces, batch_size: int, sequence_length: int | None = 
 def _alone(traced: TracedStep, reason: str) -> BatchTrace:
     """A trace that knows its own batch size alone, and says why."""
     caveat = (
-        f"{ONLY} {traced.batch_size} is predicted. Any other batch size needs its own trace. The "
-        f"reason: {reason.rstrip('.')}."
+        f"{ONLY} {traced.batch_size} is predicted. Any other batch size needs its own trace: "
+        f"memcallback.predict(step, batch_size=...). The reason: {reason.rstrip('.')}."
     )
     return BatchTrace.single(replace(traced, caveats=(*traced.caveats, caveat)))
 

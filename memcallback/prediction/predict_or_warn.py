@@ -69,9 +69,7 @@ def predict_or_warn(
         raise_if_meant(error)
         warn_unpredicted(reason, without)
         return None
-    warn_and_go_on(
-        f"{reason} Falling back to the textbook estimate, which has an upper and a lower bound."
-    )
+    warn_and_go_on(f"{reason} The textbook estimate is used instead: an upper and a lower bound.")
     return law
 
 

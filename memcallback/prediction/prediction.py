@@ -87,7 +87,8 @@ class Prediction(Printable):
             of unknown capacity.
         fits_without_retry: Whether the allocator never has to free its cache and try again, which
             waits for the device each time.
-        out_of_memory: Where and on what the device runs out of memory; None if it does not.
+        out_of_memory: Where the step runs out of memory (step, phase, operator, module) and the
+            error; None if it does not.
         at_peak: The allocations live when allocated memory first reaches its peak in the steady
             step, the largest first. They add up to the peak.
         saved: The activations live at the end of the steady step's forward pass, the largest first.
@@ -222,7 +223,7 @@ class Prediction(Printable):
         if self.lengths is None:
             raise UnknownSequenceLength(
                 f"sequence length {sequence_length} is unknown: the step does not say how long its "
-                "sequences are. Give it: TrainingStep(..., sequence_length=...)."
+                "sequences are. Give it to the step: sequence_length=..."
             )
         other = replace(
             self,
@@ -296,9 +297,10 @@ class Prediction(Printable):
         from memcallback.prediction.batch_size_chart import batch_size_chart
         from memcallback.prediction.peak_tree import peak_tree
 
-        length = "" if self.sequence_length is None else f" of {self.sequence_length:,}"
+        own = self.sequence_length
+        length = "" if own is None else f", sequence length {own:,}"
         answer, *reasons = self.verdict()
-        first, *further = verdict or (answer, "Predicted, not run.", *reasons)
+        first, *further = verdict or (answer, "The step was predicted, not run.", *reasons)
         label = f"One {self.step.stage.label}"
         return step_page(
             f"{title or label}, batch size {self.batch_size:,}{length} on {self.device_name}",
@@ -381,7 +383,7 @@ class Prediction(Printable):
         if not self.trace.is_any_batch_size_known:
             lines.append(
                 "The largest batch size is unknown: only this batch size was traced. "
-                "suggest_batch_size traces others."
+                "suggest_batch_size traces others, unless the batch cannot be made larger."
             )
         elif self.limit is not None and self.limit_without_retry is not None:
             lines += self._largest_sentences(self.limit, self.limit_without_retry)
@@ -427,7 +429,7 @@ class Prediction(Printable):
             return [largest, gap_sentence(limit, self.limits.fits_again)]
         if limit == 0:
             return [largest]
-        assumed = "Larger batches are assumed not to fit."
+        assumed = f"Batches above {limit:,} are assumed not to fit."
         if self.trace.is_far(limit):
             assumed += (
                 f" Batches above the largest traced, {self.trace.largest_traced:,}, are assumed to "
@@ -506,10 +508,10 @@ class Prediction(Printable):
 
     @property
     def largest_batch_size(self) -> int | None:
-        """The most samples sure to fit with 5 % of the device kept free, or more on a small card.
+        """The most samples sure to fit with 5 % of the device kept free.
 
-        0 if not even one is; None if unknown or unlimited. `suggest_batch_size` and `what_if` find
-        the same with their default headroom.
+        On a small card more is kept free. 0 if not even one sample is sure to fit; None if unknown
+        or unlimited. `suggest_batch_size` and `what_if` find the same with their default headroom.
         """
         return self.limits.with_headroom if self.limits else None
 
@@ -632,16 +634,17 @@ class Prediction(Printable):
                 yield f"The allocator's setting {name} is not simulated."
         if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
             yield (
-                "To save time, the search for the largest batch sizes left out some of the batches "
-                "or tokens that the step repeats, so these sizes can be too large. The values for "
-                "this batch size do not depend on that search."
+                "The step runs many batches or tokens one after another. To save time, the search "
+                "for the largest batch sizes replayed only some of these batches or tokens, so the "
+                "sizes that it found can be too large. The values for this batch size do not "
+                "depend on the search."
             )
         elif self.trace.thinned() is not self.trace:
             yield (
-                "The largest batch sizes were checked with all batches or tokens that the step "
-                "repeats. They fit, and slightly larger ones may fit too. To save time, other "
-                "batch sizes were replayed without some of these repetitions, so their peaks can "
-                "be too low."
+                "The step runs many batches or tokens one after another. The largest batch sizes "
+                "were checked with all of these: the sizes fit, and slightly larger ones may fit "
+                "too. To save time, other batch sizes were replayed with only some of the batches "
+                "or tokens, so their peaks can be too low."
             )
         if self.trace.is_far(self.batch_size):
             yield (

@@ -179,7 +179,7 @@ class PredictionDiff(Printable):
         most = max(same_way, key=lambda one: abs(one.change_bytes))
         joint = "at" if most in self.by_line else "in"
         size = _signed(most.change_bytes)
-        return f"The largest part, in allocated memory, is {joint} {most.name}: {size}."
+        return f"The largest part of the change in allocated memory is {joint} {most.name}: {size}."
 
     @property
     def notes(self) -> tuple[str, ...]:

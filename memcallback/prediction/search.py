@@ -107,8 +107,8 @@ class Limits:
 def gap_sentence(limit: int, fits_again: int) -> str:
     """That a size fits though a smaller one does not."""
     return (
-        f"{limit + 1:,} samples do not fit, but {fits_again:,} do: how well blocks fill gaps "
-        "differs from size to size."
+        f"{limit + 1:,} samples do not fit, but {fits_again:,} do: at some batch sizes, "
+        "blocks fill the gaps in the allocator's memory better than at others."
     )
 
 

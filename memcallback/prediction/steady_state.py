@@ -131,7 +131,7 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
         )
     return (
         f"Update {window.number} {frees}, so it differs from update {window.number - 1}. "
-        "Its values are shown; later updates may differ.",
+        f"The values shown are those of update {window.number}; later updates may differ.",
     )
 
 

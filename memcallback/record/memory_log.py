@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 
 
 class MemoryLog:
-    """Predicts a loop's step, logs it and recorded steps to TensorBoard, and prints reports.
+    """Predicts a loop's step, logs prediction and recording to TensorBoard, and prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags), whose
-    steps are optimizer updates. A report is printed once the first steady step is known, and one
-    line when the log is closed. In a job of several processes only rank zero writes and prints,
-    including the range over the ranks; make the log after the process group.
+    steps are optimizer updates. The report is printed as soon as a steady step (one after an
+    optimizer update) is recorded and the prediction, if any, is there. One more line is printed
+    when the log is closed.
+    In a job of several processes only rank zero writes and prints,
+    including the range of the peaks over the ranks. Make the log after `init_process_group`.
 
     As a context manager it closes itself. It is closed with its recorder too.
 

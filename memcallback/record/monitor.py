@@ -319,9 +319,11 @@ class Monitor:
         if recorder.largest is None and recorder.warm_up:
             count = recorder.num_updates
             text = (
-                f"{f'Only {count}' if count else 'No'} optimizer update was made. "
-                "Gradients and optimizer state do not exist before the first, so no steady step "
-                "was measured. Train for at least 2 steps to compare prediction and measurement."
+                f"{f'Only {count}' if count else 'No'} optimizer "
+                f"{'updates were' if count > 1 else 'update was'} made. "
+                "The optimizer's state exists only after the first update. A steady step begins "
+                "after it, and none was measured. Train for at least 2 updates of each optimizer "
+                "to compare prediction and measurement."
             )
             self.notes = (*self.notes, text)
             if not is_short_on_purpose:

@@ -154,7 +154,7 @@ def _savings(
     try:
         progress = report_progress(
             lambda part: print_fn(
-                f"Trying savings that would have helped: {part} (Ctrl-C to stop)."
+                f"Looking for savings that would have helped: {part} (Ctrl-C to stop)."
             ),
             of="savings",
         )
@@ -178,7 +178,7 @@ def _savings(
         pass
     except Exception as error:  # a model can fail on fake tensors; the real error goes on
         warn_and_go_on(
-            f"Savings that would have helped could not be tried: {type(error).__name__}: "
+            f"The search for savings that would have helped failed: {type(error).__name__}: "
             f"{str(error).rstrip('.')}."
         )
     return rows

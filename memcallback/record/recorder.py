@@ -84,8 +84,9 @@ class MemoryRecorder:
             `MemoryCallback`).
         use_profiler: Whether a CPU is read through PyTorch's profiler; else, and while another
             profile of PyTorch runs, only the resident size is read. A process can have one
-            profile at a time, and ours gives way. A profile that starts later with
-            `profile_memory=True` also shows when memory allocated in sampled steps is released.
+            profile at a time, and ours gives way. If you later start a profile with
+            `profile_memory=True`, it also shows releases of memory that was allocated in sampled
+            steps.
         per_module: Whether sampled steps are also read wherever another module begins to run,
             forward and backward (see `modules`). Each reading takes 24 to 85 µs on an H100
             (benchmarks/per_module.py); other steps have no hooks.
@@ -471,8 +472,9 @@ class MemoryRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Whether this step will be logged. On a CPU, where else only sampled steps are
-                recorded, such a step is recorded too. Recording costs milliseconds there, so fewer
+            sample: Whether this step will be logged. On a CPU only sampled steps are recorded
+                otherwise; a step that will be logged is recorded too.
+                Recording costs milliseconds there, so fewer
                 and fewer of these steps are recorded: after the tenth update at most every second
                 step, after the twentieth every third, and so on, down to one in 50.
 

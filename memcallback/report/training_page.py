@@ -75,7 +75,9 @@ def _peaks(report: Report, history: PeakHistory) -> Iterator[Section]:
     )
     if chart is not None:
         yield Section(
-            title="Peaks over the training", note="a line that climbs is a leak", parts=[chart]
+            title="Peaks over the training",
+            note="a line that keeps climbing may be a leak",
+            parts=[chart],
         )
 
 

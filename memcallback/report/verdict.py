@@ -99,7 +99,7 @@ def verdict_of(
     else:
         lows = [window.low_bytes for window in step.windows] if step else []
         low_bytes = largest(lows) or peak_bytes
-        # Between its edges a formula knows nothing.
+        # Between its bounds a formula knows nothing.
         is_between = low_bytes <= capacity_bytes < peak_bytes
         fits = None if is_between else peak_bytes <= capacity_bytes
     return Verdict(

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _P = ParamSpec("_P")
-_FOLDER_HINT = "Set default_root_dir of the Trainer to a folder that can be written."
+_FOLDER_HINT = (
+    "Give a folder that can be written: default_root_dir of Lightning's Trainer, output_dir of "
+    "transformers' TrainingArguments (logging_dir, where it has one), log_dir of MemoryLog, or "
+    "--log-dir of `memcallback run`."
+)
 
 
 class Writers:

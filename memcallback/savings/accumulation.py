@@ -25,10 +25,11 @@ def accumulate(
 ) -> Accumulation:
     """Gradient accumulation for a plain loop: large-batch gradients in the memory of a small batch.
 
-    Several micro-batches make a window, and each window ends with one update. If the loss is a mean
-    over samples and no layer mixes samples (batch norm sees micro-batches), the gradients are those
-    of one batch with all samples of the window, up to rounding: each micro-batch is weighted by its
-    number of samples, and the last window may be smaller. Step a learning-rate scheduler after each
+    Several micro-batches make a window, and each window ends with one update. Each micro-batch is
+    weighted by its number of samples, and the last window may be smaller. So the gradients are
+    those of one batch with all samples of the window, up to rounding, if the loss is a mean over
+    samples and no layer mixes samples. Batch norm does mix them: it sees micro-batches.
+    Step a learning-rate scheduler after each
     update, which is once a window.
 
         accumulation = mc.accumulate(4, model, optimizer)
@@ -38,15 +39,16 @@ def accumulate(
             if accumulation.step(clip_grad_norm=1.0):
                 scheduler.step()
 
-    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` until then), and
-    micro-batches have equal weights, as ranks have there.
+    Under DistributedDataParallel ranks exchange gradients once a window (`no_sync` until then).
+    Micro-batches then have equal weights, whatever their number of samples, since
+    DistributedDataParallel gives each rank an equal weight.
 
     Args:
         num_batches: Micro-batches in a window, at least 1.
         model: The model that the loop calls, with its DistributedDataParallel wrapper if it has
             one.
         optimizer: The optimizer, or several, updated together.
-        amp: Mixed precision, which then scales the loss and makes the update.
+        amp: What `memcallback.amp` returned; it then scales the loss and makes the update.
 
     Returns:
         The accumulation, which follows the loop through its windows.

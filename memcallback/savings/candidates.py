@@ -105,12 +105,12 @@ def _precision(step: TrainingStep) -> Iterator[Saving]:
         (
             "bf16-true",
             torch.bfloat16,
-            f"{state} bfloat16, so an update smaller than 1/256 {lost}",
+            f"{state} bfloat16, so an update smaller than 1/512 {lost}",
         ),
         (
             "16-true",
             torch.float16,
-            f"{state} half precision, so an update smaller than 1/2048 {lost}; there is no scaler, "
+            f"{state} half precision, so an update smaller than 1/4096 {lost}; there is no scaler, "
             "so gradients can overflow and underflow",
         ),
     ):

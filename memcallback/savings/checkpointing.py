@@ -35,12 +35,12 @@ def checkpoint(
 ) -> Checkpointing:
     """Checkpoint parts of a model in place: save fewer tensors, run these parts forward twice.
 
-    Between its forward and its backward pass a segment keeps its input and nothing else
-    (`torch.utils.checkpoint`, non-reentrant). Gradients are bit-identical to those without
-    checkpointing: the second forward pass draws the same dropout masks, sees buffers as the first
-    pass saw them, and leaves buffers (such as the running statistics of batch norm) and random
-    number generators as it finds them. Names of parameters, hooks, DistributedDataParallel and
-    autocast work as before. Anything else that a module counts or stores in its forward pass
+    Between its forward and its backward pass a segment keeps its input, and no tensor that it
+    computed inside (`torch.utils.checkpoint`, non-reentrant). Gradients are bit-identical to those
+    without checkpointing: the second forward pass draws the same dropout masks, sees buffers as the
+    first pass saw them, and leaves buffers (such as the running statistics of batch norm) and
+    random number generators as it finds them. Names of parameters, hooks, DistributedDataParallel
+    and autocast work as before. Anything else that a module counts or stores in its forward pass
     happens twice: turn key-value caches off.
 
     - An `nn.Sequential` is cut into segments. If it is the model itself, the last segment is not
@@ -58,8 +58,8 @@ def checkpoint(
             by default every outermost `nn.Sequential` of several layers and every outermost
             `nn.ModuleList` of several blocks.
         segments: Into how many segments an `nn.Sequential` is cut, as evenly as in-place layers
-            allow. By default one for each child if a child has children of its own, else about the
-            square root of their number (arXiv 1604.06174).
+            allow. By default one for each child if any child has children of its own, else about
+            the square root of the number of children (arXiv 1604.06174).
 
     Returns:
         The checkpointing; its `undo()` restores the model, and so does the end of a `with` block.
@@ -339,7 +339,7 @@ def _forwards(root: nn.Module, name: str, segments: int | None) -> Iterator[_For
     if segments is not None:
         raise ValueError(
             f"segments={segments} is for an nn.Sequential, and {name or 'the model'!r} is a "
-            f"{type(module).__name__}, which has blocks. Leave segments out."
+            f"{type(module).__name__}. Leave segments out."
         )
     blocks = dict(module.named_children()) if isinstance(module, nn.ModuleList) else {"": module}
     for block_name, block in blocks.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -14,6 +14,7 @@ from torch import nn
 from memcallback.savings.plan import SavingGroup
 from memcallback.savings.saving import COMPILATION, Saving
 from memcallback.step.copies.compiled import has_compiled_code
+from memcallback.step.model import layer_containers
 from memcallback.step.training_step import TrainingStep
 
 #: 1 is PyTorch's default. What is kept does not shrink evenly, so each is predicted by itself.
@@ -21,6 +22,8 @@ _BUDGETS = (0.75, 0.5, 0.25, 0.0)
 #: With CUDA graphs. "max-autotune" has them too, and needs the same but for kernels that it chooses
 #: by measuring.
 _GRAPHS = "reduce-overhead"
+#: Under which strategies ranks with compiled layers were compared with ranks that ran.
+_STRATEGIES = ("ddp", "fsdp2")
 #: How the caveats begin that tell of code that was not compiled (trace/patches/compiled.py and
 #: trace/caveats.py).
 _NOT_COMPILED = (
@@ -34,9 +37,13 @@ _STOPPED = "PyTorch refuses that with an error"
 
 def compilation(step: TrainingStep) -> Iterator[Saving]:
     """Compiling what is not compiled, and smaller budgets for what is."""
-    if step.ranks is not None:  # not compared with what ranks need
+    is_compiled = any(map(has_compiled_code, step.model.modules()))
+    if step.ranks is not None and step.ranks.strategy not in _STRATEGIES:
         return
-    if not any(map(has_compiled_code, step.model.modules())):
+    if not is_compiled and step.ranks is not None:
+        yield from _by_layer(step.model)
+        return
+    if not is_compiled:
         yield Saving(
             name="torch.compile",
             kind=COMPILATION,
@@ -65,6 +72,38 @@ def compilation(step: TrainingStep) -> Iterator[Saving]:
             line=f"torch._functorch.config.activation_memory_budget = {budget:g}",
             activation_memory_budget=budget,
         )
+
+
+def _by_layer(model: nn.Module) -> Iterator[Saving]:
+    """Compiling each layer by itself, as ranks do: their hooks run between the layers."""
+    try:
+        containers = layer_containers(model)
+    except ValueError:  # there are no layers
+        return
+    named = [_written(name) for name in containers]
+    layers = named[0] if len(named) == 1 else f"[{', '.join(f'*{name}' for name in named)}]"
+    yield Saving(
+        name="torch.compile, each layer",
+        kind=COMPILATION,
+        group=SavingGroup.CHANGES_NUMBERS,
+        apply=partial(TrainingStep.varied, prepare=partial(_layers_compiled, containers)),
+        changes="rounding, in fused kernels",
+        line=f"for layer in {layers}: layer.compile()",
+    )
+
+
+def _written(name: str) -> str:
+    """A module's place in Python."""
+    if all(part.isidentifier() for part in name.split(".")):
+        return f"model.{name}"
+    return f'model.get_submodule("{name}")' if name else "model"
+
+
+def _layers_compiled(containers: Sequence[str], model: nn.Module, batch: Any) -> Any:
+    for container in containers:
+        for layer in model.get_submodule(container).children():
+            _compiled(layer, batch)
+    return batch
 
 
 def _compiled(model: nn.Module, batch: Any, *, mode: str | None = None) -> Any:

@@ -25,16 +25,16 @@ def amp(
 
     The price is rounding.
 
-    It has three parts:
+    Mixed precision has three parts:
 
     - *Weight backup.* Parameters, their gradients and the optimizer's state stay in float32. Under
       `autocast`, matrix products and convolutions use copies of the weights in half precision. In
       half precision a small update would often vanish beside its weight; in float32 it counts.
-    - *Loss scaling.* Gradients below 6e-8 are 0 in float16. So the loss, and with it every
+    - *Loss scaling.* Gradients below 3e-8 round to 0 in float16. So the loss, and with it every
       gradient, is multiplied by a scale before the backward pass, and the gradients are divided by
       it before they are used (`torch.amp.GradScaler`). If one of them is inf or nan, the scale was
-      too large: the step is skipped and the scale halved. After 2000 steps without that it is
-      doubled. bfloat16 has the range of float32 and needs no scale.
+      too large: the step is skipped and the scale halved. After 2000 steps without inf or nan the
+      scale is doubled. bfloat16 has the range of float32 and needs no scale.
     - *Precision accumulation.* Products of half-precision numbers are summed in float32, and
       operators that sum many values (losses, norms, softmax) run in float32. The device and
       `autocast` do that.
@@ -51,7 +51,7 @@ def amp(
             `growth_interval`.
 
     Returns:
-        The autocast context, the backward pass and the update to use in the loop.
+        An object with the autocast context, the backward pass and the update to use in the loop.
 
     Raises:
         ValueError: For another precision, or for options of a GradScaler with bf16-mixed.

@@ -35,7 +35,7 @@ _TOGETHER = "\N{NO-BREAK SPACE}"
 
 
 class SavingGroup(str, Enum):
-    """What a saving does to the training; its value is the name of the group in words.
+    """What a saving does to the training; a member's value is the name of the group in words.
 
     A later group changes more. Several savings together are in the latest of their groups.
 
@@ -65,7 +65,7 @@ class PlanRow:
         saving: The saving, or several joined by ` + `.
         kind: What it changes, such as `precision` or `checkpointing`; kinds of several savings are
             joined like their names.
-        group: What it does to the training. The step as it is counts as the same result.
+        group: What it does to the training. The row of the step as it is has `SAME_RESULT`.
         batch_size: Samples in one forward pass; the number between two updates is the same as
             without the saving.
         peak_allocated_bytes: Peak of allocated memory in the steady step; None if the step could
@@ -74,7 +74,8 @@ class PlanRow:
         largest_batch_size: The most samples in one forward pass that are sure to fit with the
             headroom; 0 if not even one is; None if unknown.
         extra_compute_pct: Floating-point operations per sample beyond those without the saving, in
-            percent, by PyTorch's formulas (torch.utils.flop_counter); None if it counts none.
+            percent, by PyTorch's formulas (torch.utils.flop_counter); None if they count no
+            operation of the step.
         sent_bytes: Bytes that a rank sends between two updates, by the formulas of ring
             collectives; 0 on one device.
         changes: What it changes in the numbers that training computes.
@@ -110,7 +111,7 @@ class PlanRow:
 
     @property
     def rank(self) -> tuple[int, int, float]:
-        """Sorts by largest batch size, then by peak, then by computation.
+        """A key to sort rows by: larger batches first, then smaller peaks, then less computation.
 
         `Plan.is_best` looks at the peak first.
         """
@@ -222,7 +223,7 @@ class Plan(Printable):
                 ends.append(len(rows) - 1)
         return Table(
             title=f"What savings would buy (batch size {self.current.batch_size:,}) on "
-            f"{self._device()}\nEach row is predicted from its own trace. In each group the "
+            f"{self._device()}\nEach row is a prediction of its own. In each group the "
             f"smallest {self._counts()} peak comes first.",
             columns=(
                 "saving",
@@ -301,7 +302,7 @@ class Plan(Printable):
             yield Code(row.line, 2)
         failed = [row for row in self.rows if row.problem]
         if failed:
-            yield Heading("Not possible:")
+            yield Heading("Could not be predicted:")
         for row in failed:
             yield Paragraph(f"{row.saving}: {row.problem}", 1)
 

@@ -55,7 +55,7 @@ def _notes(row: PlanRow) -> Iterator[str]:
     if row.largest_batch_size:
         yield f"fits up to {row.largest_batch_size:,}"
     elif row.largest_batch_size == 0:
-        yield "not even one sample fits"
+        yield "not even one sample is sure to fit"
     elif row.fits is not None:
         yield "fits" if row.fits else "does not fit"
     extra = row.extra_compute_pct

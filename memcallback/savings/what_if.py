@@ -71,8 +71,8 @@ def what_if(
             the model has a plan for it (`tp_plan` of transformers), and a pipeline if it is an
             `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
             stage that needs most.
-        progress: Called after each prediction but the last, with the number of predictions done
-            and of all that are known so far. By default as for `predict`.
+        progress: Called after each prediction but the last, with the number of predictions done and
+            the number to do in all, as far as known. By default as for `predict`.
         isolate: As for `predict`.
         timeout_s: As for `predict`.
 

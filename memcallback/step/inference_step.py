@@ -118,7 +118,7 @@ class InferenceStep(Step):
         return (self.forward,)
 
     def beside(self) -> dict[str, Any]:
-        """What is on the device beside the model, by name; that of the training too."""
+        """What is on the device beside the model, by name, in the training `after` too."""
         if self.after is None:
             return super().beside()
         functions = (*self.functions_to_copy(), *self.after.functions_to_copy())
@@ -156,8 +156,9 @@ class InferenceStep(Step):
     ) -> InferenceStep:
         """The step that a LightningModule's `validation_step` describes, or another stage's.
 
-        The module is set to evaluation mode, as the Trainer does. What it keeps itself from batch
-        to batch (a list of outputs, the state of metrics) is kept; the Trainer keeps no outputs.
+        The module is set to evaluation mode, as the Trainer does. What the module itself keeps from
+        batch to batch (a list of outputs, the state of metrics) counts; the Trainer keeps no
+        outputs.
         Inside a training, Lightning frees the gradients before validation; so does the prediction.
 
         Args:
@@ -221,8 +222,9 @@ class InferenceStep(Step):
         The Trainer concatenates the losses of all batches on the device. If it has
         `compute_metrics`, it does the same with the labels and with the logits, which
         `preprocess_logits_for_metrics` may change first. With `eval_accumulation_steps` it moves
-        them to the host after that many batches; with `batch_eval_metrics` it keeps the losses
-        alone. The Trainer pads logits of different lengths; the prediction assumes that all batches
+        all these to the host after that many batches; with `batch_eval_metrics` it keeps only the
+        losses.
+        The Trainer pads logits of different lengths; the prediction assumes that all batches
         have one length. The gradients of a training are freed before the evaluation.
 
         Args:
@@ -299,13 +301,13 @@ def _checked_training(after: object, model: nn.Module) -> TrainingStep:
         )
     if after.model is not model:
         raise ValueError(
-            f"after trains {described(after.model)}, and this step runs another model, "
-            f"{described(model)}. Give a training of the same object."
+            f"The training in after=... trains {described(after.model)}, but this step runs "
+            f"another model, {described(model)}. Give a training of the same model object."
         )
     if after.ranks is not None:
         raise ValueError(
-            f"after is a step of {after.ranks.world_size} ranks, and a forward pass is predicted "
-            "on one device. Give the training without ranks."
+            f"The training in after=... has {after.ranks.world_size} ranks, but a forward pass is "
+            "predicted on one device only. Give the training without ranks."
         )
     return after
 

@@ -110,5 +110,5 @@ def _part(owner: Any, name: str, needed_for: str) -> Any:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise MissingPartError(
             f"Lightning's {kind} has no {name} (needed for {needed_for}). Use a release of "
-            "Lightning that memcallback was tested with"
+            "Lightning that memcallback was tested with (docs/versions.md)"
         ) from error

@@ -125,7 +125,7 @@ class ModuleFollower:
             names = ", ".join(repr(name) if name else "the root module" for name in compiled[:3])
             more = " and more" if len(compiled) > 3 else ""
             self.notes = (
-                f"Submodules of compiled modules cannot be shown separately: {names}{more}.",
+                f"The submodules of these compiled modules cannot be shown: {names}{more}.",
             )
 
     def begin_phase(self) -> None:

@@ -97,8 +97,8 @@ def _wrong_with_optimizer(returned: object, model: nn.Module) -> str | None:
     if not number:
         return None
     return (
-        f"returned {described(returned)} of {_parameters(number)}, and none is among those that "
-        "it was called with. Make it of these: "
+        f"returned {described(returned)} of {_parameters(number)}, none of which was passed to the "
+        "function. Let the function use the parameters that it gets: "
         f"optimizer=lambda parameters: {type(returned).__name__}(parameters)."
     )
 

@@ -235,14 +235,14 @@ class _WholeModel:
 
     def __getattr__(self, name: str) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for {name!r} of the model, but a rank has only a part of "
-            "the model. Let the loss only call it."
+            f"The loss of a pipeline reads the model's {name!r}, but a rank has only a part of the "
+            "model. Let the loss do nothing with the model but call it."
         )
 
     def __getitem__(self, key: object) -> Any:
         raise PipelineError(
-            f"The loss of a pipeline asks for [{key!r}] of the model, but a rank has only a part "
-            "of the model. Let the loss only call it."
+            f"The loss of a pipeline reads model[{key!r}], but a rank has only a part of the "
+            "model. Let the loss do nothing with the model but call it."
         )
 
 

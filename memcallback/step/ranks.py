@@ -45,9 +45,10 @@ class Ranks:
       batch is one microbatch, as with accumulation. The step's loss is that of the whole model, and
       every rank has all microbatches on its device.
     - A function `(model, mesh, **options)` that parallelizes the model as your training does. It
-      must leave the model on the device, and return it if it is a new object. It may return a
-      schedule of `torch.distributed.pipelining` instead; then the step's loss is called with the
-      schedule and all microbatches, and must call `schedule.step` as this rank does.
+      must put the model on the device, and return it if it is a new object. It may return a
+      schedule of `torch.distributed.pipelining` instead. Then the step's loss is called with the
+      schedule and all microbatches, and must call `schedule.step` as your training does on this
+      rank (such as inputs on the first rank, targets on the last).
 
     A model on a CPU is moved to the device by the strategy, as in a real job. A model on the meta
     device is sharded first, then moved to the device (`to_empty`).
@@ -150,7 +151,7 @@ class Ranks:
 
     @property
     def num_at_one_batch(self) -> int:
-        """How many ranks share a batch: all with tensor parallel layers or a pipeline, else 1."""
+        """How many ranks share a batch: all of them in `tensor_parallel` or `pipeline`, else 1."""
         return self.world_size if self.strategy in ("tensor_parallel", "pipeline") else 1
 
     @property

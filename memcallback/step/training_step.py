@@ -29,10 +29,11 @@ class TrainingStep(Step):
             unwrapped, and `ranks` is read from it.
         batch: One batch: any nesting of mappings, sequences, dataclasses and objects with tensors
             in it.
-        loss: A function of the model and the batch that returns the loss, a scalar tensor. The
-            default is the `loss` that `model(batch)` returns, as models of transformers do, or else
-            the sum of its floating-point tensors; a mapping whose keys are arguments of the model's
-            `forward` is passed as `model(**batch)`. Give a list of losses, with as many optimizers,
+        loss: A function of the model and the batch that returns the loss, a scalar tensor. By
+            default `model(batch)` is called, or `model(**batch)` if the batch is a mapping whose
+            keys are arguments of the model's `forward`. The loss is then the returned `loss`, as
+            transformers models return it, or else the sum of the returned floating-point tensors.
+            Give a list of losses, with as many optimizers,
             for a step of several updates (a GAN).
         optimizer: An optimizer of this model, several of them, or a function from parameters to a
             new one; None for none.
@@ -42,7 +43,8 @@ class TrainingStep(Step):
             scales the loss.
         batch_size: Samples in the batch; inferred from it by default.
         sequence_length: How long the batch's sequences are. To predict another length, each
-            dimension of this size in the batch's tensors is resized to it, except the first one.
+            dimension of this size in the batch's tensors gets the new length, except a tensor's
+            first dimension.
         accumulate: Batches whose gradients are summed before an update, at least 1.
         clip_grad_norm: The largest norm of all gradients together
             (`torch.nn.utils.clip_grad_norm_`), None for no clipping.
@@ -66,9 +68,9 @@ class TrainingStep(Step):
             optimizer at the same position.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most
-            loops do. Lightning clears them after it, so they are live during it. Clearing frees
-            them (`set_to_none=True`, PyTorch's default); Lightning calls the module's
-            `optimizer_zero_grad`.
+            loops do. Lightning clears gradients after the forward pass, so they are live in it.
+            Clearing frees gradients (`set_to_none=True`, PyTorch's default); for a LightningModule
+            it is the module's `optimizer_zero_grad`.
         has_accumulation: Whether the batches of an update come from `memcallback.accumulate`. It
             clears gradients before the first batch, and divides the loss inside its backward pass,
             so the caller keeps the undivided loss. False if the loop divides the loss itself
@@ -313,8 +315,8 @@ def _check_several_losses(number: int, optimizer: object, accumulate: int) -> No
         )
     if accumulate > 1:
         raise ValueError(
-            f"accumulate={accumulate} with {number} losses is not supported: a step of several "
-            "updates has one batch. Leave accumulate out."
+            f"accumulate={accumulate} with {number} losses is not supported: each loss makes an "
+            "update of its own, all from one batch. Leave accumulate out."
         )
 
 
@@ -328,6 +330,7 @@ def _check_manual_optimization(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} with manual optimization is not supported: the training_step "
-                "says itself when it clips and updates, and Lightning refuses it too. Leave it out."
+                f"{name}={value!r} is not supported with manual optimization, nor does Lightning "
+                "support it: training_step itself decides when to clip and update. "
+                f"Leave {name} out."
             )

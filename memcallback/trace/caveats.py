@@ -64,7 +64,8 @@ def caveats(
     if torch_version() > _NEWEST_TORCH:
         yield (
             f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
-            "newest whose rules are known: its workspaces and kernels may take more or less."
+            "newest that memcallback knows. Workspaces and kernels of the newer one may take more "
+            "or less."
         )
     if step.batch_size.is_ambiguous:
         yield (

@@ -28,8 +28,8 @@ from memcallback.trace.dispatch.placeholders import NoPlaceholder
 
 _ON_FAKES = (
     "A step is traced on fake tensors, which have shapes and no values. Code that reads values, "
-    "passes them to other libraries or changes data without PyTorch fails there: take it out of "
-    "the step, or predict a step without it."
+    "passes them to other libraries or changes data without PyTorch can fail there: take it out "
+    "of the step, or predict a step without it."
 )
 #: The most characters of an error's text that are quoted; the error itself is the cause of ours.
 _MAX_CHARACTERS = 160

@@ -35,9 +35,9 @@ def grown(traced: TracedStep, parts: Sequence[Repeated], cuts: Sequence[int]) ->
         growths[number] = thin = growth.thinned(most)
         if thin is not growth:
             caveats.append(
-                f"The step repeats a batch or a token {thin.num_all:,} times. To save time, "
-                f"{thin.num_written:,} repetitions were replayed in the allocator, the last ones "
-                "among them."
+                f"The step runs {thin.num_all:,} batches or tokens one after another. To save "
+                f"time, only {thin.num_written:,} of them were replayed in the allocator, the last "
+                "ones among them."
             )
     return replace(traced, growths=tuple(growths), caveats=tuple(dict.fromkeys(caveats)))
 

@@ -70,13 +70,13 @@ _FULL_HISTORY = (
     "LBFGS is assumed to run all its iterations, and to have a full history from the second update "
     "on."
 )
-_LEAVE_IT_OUT = "Give a step without it: memcallback.TrainingStep(model, batch, loss=...)."
+_LEAVE_IT_OUT = "Leave that code out: memcallback.TrainingStep(model, batch, loss=...)."
 _GIVE_LOSS = (
     "The step has no loss, so its model is called {}: give "
     "TrainingStep(model, batch, loss=lambda model, batch: ...), which calls it as your loop does."
 )
 _GIVE_FORWARD = (
-    "Give a step without it, or the call as your program has it: "
+    "Leave that code out, or call the model as your program does: "
     "InferenceStep(model, batch, forward=lambda model, batch: ...)."
 )
 _UNCHECKED = (

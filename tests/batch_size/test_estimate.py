@@ -143,7 +143,7 @@ def test_without_a_measured_step_the_law_decides_and_says_so():
         measured=None, predicted=law, capacity_bytes=21 * MiB, outside_bytes=0, headroom=0
     )
     assert not advice.is_measured
-    assert "Predicted by the textbook estimate" in advice.basis
+    assert "The peaks are predicted by the textbook estimate" in advice.basis
     assert advice.largest == 10
     assert any("reserved but unallocated" in text for text in advice.leaves_out)
 
@@ -265,7 +265,7 @@ def test_what_a_step_of_no_samples_needs_by_the_prediction_is_not_taken_for_the_
     alone = suggest(
         measured=step, predicted=None, capacity_bytes=200 * MiB, outside_bytes=0, headroom=0
     )
-    assert any("test the suggested size" in text for text in alone.leaves_out)
+    assert any("test the suggested batch size" in text for text in alone.leaves_out)
 
 
 def test_a_smaller_batch_saves_in_proportion_what_the_peak_has_above_the_optimizer_step():

@@ -36,8 +36,8 @@ def test_the_limit_is_below_the_first_size_that_does_not_fit(prediction):
     assert 0 < without_retry <= limit
     assert all(prediction.at(size).fits_without_retry for size in range(1, without_retry + 1))
     assert (
-        f"{limit + 1} samples do not fit, but {limit + 2} do: how well blocks fill gaps differs "
-        "from size to size."
+        f"{limit + 1} samples do not fit, but {limit + 2} do: at some batch sizes, blocks fill the "
+        "gaps in the allocator's memory better than at others."
     ) in prediction.verdict()
     assert not any("are assumed not to fit" in line for line in prediction.verdict())
     assert prediction.to_dict()["limit_fits_again_batch_size"] == limit + 2
@@ -77,8 +77,8 @@ def test_for_a_size_alone_the_advice_is_the_smaller_of_two_architectures(step):
     assert advice.architecture_of == "NVIDIA H100 80GB HBM3"
     assert "kept free. The architecture of NVIDIA H100 80GB HBM3 was assumed." in advice.sentence()
     assert (
-        f"A batch of {of_each['A100'].largest} would fit with the architecture of NVIDIA "
-        "A100-SXM4-80GB."
+        "With the architecture of NVIDIA A100-SXM4-80GB the largest batch size would be "
+        f"{of_each['A100'].largest}."
     ) in advice.caveats
     data = advice.to_dict()
     assert data["architecture_of"] == advice.architecture_of

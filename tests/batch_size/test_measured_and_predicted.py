@@ -66,8 +66,8 @@ def test_a_measured_step_below_the_prediction_does_not_raise_the_advice(less_byt
     assert [low.peak_at(size) for size in (1, 16, 100)] == [
         without.peak_at(size) for size in (1, 16, 100)
     ]
-    assert without.basis == "Simulated from a trace"
-    assert low.basis == "Simulated from a trace; the measured step agrees"
+    assert without.basis == "The peaks were simulated from a trace"
+    assert low.basis == "The peaks were simulated from a trace; the measured step agrees"
 
 
 def test_a_measured_step_a_little_above_is_added_everywhere():
@@ -75,7 +75,7 @@ def test_a_measured_step_a_little_above_is_added_everywhere():
     without, high = traced(None), traced(measured(REPLAYED + more_bytes))
     for size in (1, 16, 17, 100):
         assert high.peak_at(size) == without.peak_at(size) + more_bytes
-    assert high.basis == "Simulated from a trace; the measured step agrees"
+    assert high.basis == "The peaks were simulated from a trace; the measured step agrees"
 
 
 def test_what_a_measured_step_needs_far_above_grows_with_the_batch():
@@ -107,7 +107,7 @@ def test_a_measured_step_of_another_size_is_compared_at_that_size():
 
 def test_a_measured_step_without_a_batch_size_says_nothing():
     unknown = traced(measured(4 * REPLAYED, batch_size=None))
-    assert unknown.basis == "Simulated from a trace"
+    assert unknown.basis == "The peaks were simulated from a trace"
     assert unknown.largest == traced(None).largest
 
 
@@ -144,8 +144,9 @@ def test_on_a_card_of_this_machine_a_context_that_is_not_open_yet_is_assumed(mon
     before = advice()
     assert before.budget_bytes == mc.suggest_batch_size(step, device=card).budget_bytes == 7 * GiB
     assert any(
-        "a CUDA context that is not open yet (with what other processes use, 512.00 MiB are "
-        "counted outside of the allocator; 1024.00 MiB are kept free)" in text
+        "a CUDA context that is not open yet (an assumed size and what other processes use, "
+        "512.00 MiB together, are counted; a context can be larger, so 1024.00 MiB in all are "
+        "kept free)" in text
         for text in before.leaves_out
     )
     opened = advice(is_open=True, used_bytes=600 * MiB, reserved_bytes=0)
@@ -343,5 +344,5 @@ def test_only_for_a_smaller_batch_is_it_unsure_what_fewer_samples_save(capacity,
         outside_bytes=0,
         headroom=0,
     )
-    unsure = "memory that does not shrink with the batch"
+    unsure = "that does not shrink with the batch"
     assert any(unsure in text for text in advised.leaves_out) is is_uncertain

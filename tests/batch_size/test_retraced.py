@@ -43,7 +43,10 @@ def test_the_largest_fits_and_one_more_does_not(advice):
 
 def test_it_says_what_was_traced_and_shows_those_sizes_alone(advice):
     assert "With nothing kept free" not in str(advice)
-    assert "Simulated from a trace at each batch size that was tried." in advice.sentence()
+    assert (
+        "The peaks were simulated from a trace at each batch size that was tried."
+        in advice.sentence()
+    )
     assert not any("check that the step runs the same way" in part for part in advice.leaves_out)
     sizes = [size for size, _ in advice.curve]
     assert {2, advice.batch_size, advice.largest} <= set(sizes)

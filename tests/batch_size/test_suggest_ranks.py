@@ -166,6 +166,6 @@ def test_what_does_not_go_together_is_refused():
         suggested(["4GiB", "8GiB"], world_size=5)
     measured = mc.predict(step(), device="4GiB").step
     with pytest.raises(
-        ValueError, match=r"measured is a step of one rank, and there are 2 kinds of ranks"
+        ValueError, match=r"measured=... is of one rank, but there are 2 kinds of ranks"
     ):
         suggested(["4GiB", "8GiB"], measured=measured)

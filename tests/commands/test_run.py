@@ -135,7 +135,7 @@ def test_memory_that_runs_out_on_a_device_is_explained_with_the_batch_and_the_li
 def test_a_program_that_does_not_train_is_told_so(run):
     code, out, err = run(NEVER_TRAINS)
     assert (code, out) == (0, "")
-    assert err.startswith("memcallback: no training step was seen. A step needs a module ")
+    assert err.startswith("memcallback: no training step was seen. A step is seen if a module ")
 
 
 def test_a_trainer_of_lightning_is_left_to_its_callback(run, tmp_path):

@@ -97,21 +97,23 @@ def test_json_says_what_it_is():
     [
         (
             (Free(3),),
-            "event 0 frees 3, which was never allocated; a Free follows its own Alloc, once: "
-            "leave this one out",
+            "event 0 frees id 3, which was never allocated; each Alloc is freed at most once, by a "
+            "later Free: leave this Free out",
         ),
         (
             (Alloc(3, 512), Free(3), Free(3)),
-            "event 2 frees 3, which is freed already; a Free follows its own Alloc, once: leave "
-            "this one out",
+            "event 2 frees id 3, which is freed already; each Alloc is freed at most once, by a "
+            "later Free: leave this Free out",
         ),
         (
             (Alloc(3, 512), Alloc(3, 512)),
-            "event 1 allocates 3 again; a number belongs to one allocation: give each its own",
+            "event 1 allocates id 3 a second time; an id belongs to one allocation: give each "
+            "allocation its own",
         ),
         (
             (Alloc(3, 512), Free(3), Alloc(3, 512)),
-            "event 2 allocates 3 again; a number belongs to one allocation: give each its own",
+            "event 2 allocates id 3 a second time; an id belongs to one allocation: give each "
+            "allocation its own",
         ),
         (
             (PhaseStart(Phase.FORWARD),),
@@ -120,7 +122,8 @@ def test_json_says_what_it_is():
         ),
         (
             (PhaseEnd(Phase.FORWARD),),
-            "event 0 ends phase 'forward' while the current one is None; start it before",
+            "event 0 ends phase 'forward', but the current phase is None: put a PhaseStart for "
+            "'forward' before it",
         ),
         (
             (PhaseStart(Phase.FORWARD), PhaseStart(Phase.BACKWARD)),
@@ -129,18 +132,18 @@ def test_json_says_what_it_is():
         ),
         (
             (StepStart(), StepStart()),
-            "event 1 starts or ends a step inside another; steps do not overlap and hold whole "
-            "phases: put the mark between phases",
+            "event 1 is a StepStart inside a step; steps contain whole phases and do not overlap: "
+            "put a step's marks between phases",
         ),
         (
             (StepEnd(),),
-            "event 0 starts or ends a step that has not started; steps do not overlap and hold "
-            "whole phases: put the mark between phases",
+            "event 0 is a StepEnd without an open step; steps contain whole phases "
+            "and do not overlap: put a step's marks between phases",
         ),
         (
             (StepStart(), PhaseStart(Phase.FORWARD), StepEnd()),
-            "event 2 starts or ends a step inside phase 'forward'; steps do not overlap and hold "
-            "whole phases: put the mark between phases",
+            "event 2 is a StepEnd inside phase 'forward'; steps contain whole phases and do not "
+            "overlap: put a step's marks between phases",
         ),
         ((StepStart(),), "a step has a start and no end; every step has both: append StepEnd()"),
     ],

@@ -45,7 +45,7 @@ def results(step):
         "report": (recorder.report(), "peak allocated"),
         "measured step": (recorder.report().measured, "measured by CPU allocation events"),
         "predicted step": (prediction.step, "predicted by traced step"),
-        "textbook": (predict_by_the_textbook(step), "to the peak, which is an upper estimate"),
+        "textbook": (predict_by_the_textbook(step), "to the upper bound of the peak"),
     }
 
 

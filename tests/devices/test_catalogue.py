@@ -146,16 +146,16 @@ def test_a_card_is_itself():
         (-1, "-1 is not a size: a size cannot be negative. Give"),
         (
             0,
-            "0 is neither a card nor its size: a number is a size in bytes, at least 1 MiB. Give "
-            "the size with its unit, such as '24GiB'",
+            "0 is neither a card nor a card's size: a plain number means bytes, and must be at "
+            "least 1 MiB. Give the size with its unit, such as '24GiB'",
         ),
         (
             "0",
-            "'0' is neither a card nor its size: a number is a size in bytes, at least 1 MiB. .* "
-            "'cuda:0' to predict for a device of",
+            "'0' is neither a card nor a card's size: a plain number means bytes, and must be at "
+            "least 1 MiB. .* 'cuda:0' to predict for a device of",
         ),
-        ("0 GiB", "'0 GiB' is neither a card nor its size"),
-        ("100 KiB", "'100 KiB' is neither a card nor its size"),
+        ("0 GiB", "'0 GiB' is neither a card nor a card's size"),
+        ("100 KiB", "'100 KiB' is neither a card nor a card's size"),
         (
             "cuda:1",
             "'cuda:1' is a device of this machine, .* Give the name of a card or the size of its",

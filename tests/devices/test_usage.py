@@ -182,8 +182,8 @@ def test_without_nvml_pytorch_tells_of_the_devices_that_it_sees(driver, monkeypa
     (device,) = states.devices
     assert (device.name, device.used_bytes, device.processes) == ("NVIDIA L4", 2 * GiB, None)
     text = (
-        "NVML is not available: NVMLError: Driver Not Loaded. Devices as PyTorch reports them, "
-        "without processes."
+        "NVML is not available: NVMLError: Driver Not Loaded. PyTorch reports the devices, but "
+        "not their processes."
     )
     assert states.unavailable == text
     assert text in " ".join(states.to_text().split())

@@ -68,7 +68,7 @@ def test_the_text_says_where_what_was_short_and_what_stood():
     assert text.startswith(
         "Out of memory on NVIDIA H200 in the backward pass of step 12 (batch size 64).\n"
     )
-    assert "At ConvolutionBackward0 in module 'net.conv1'." in text
+    assert "Memory ran out at ConvolutionBackward0 in module 'net.conv1'." in text
     assert "Your line: net.py:34 in forward" in text
     assert "The batch: [0] (64, 3, 224, 224) float32, [1] (64) int64." in text
     figures = dict(
@@ -103,9 +103,9 @@ def test_a_page_says_what_the_batch_needs_before_where_memory_ran_out():
     headline, needed, *where = REPORT.page().verdict
     assert headline.startswith("Out of memory on NVIDIA H200")
     assert needed.startswith("Predicted for this batch size: peak allocated 17.00 GiB")
-    assert where[0].startswith("At ConvolutionBackward0")
+    assert where[0].startswith("Memory ran out at ConvolutionBackward0")
     without = replace(REPORT, expected=None).page().verdict
-    assert without[1].startswith("At ConvolutionBackward0")
+    assert without[1].startswith("Memory ran out at ConvolutionBackward0")
     assert without[-1] == where[-1]
 
 

@@ -581,7 +581,7 @@ def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why
     pattern = (
         r"could not be traced, in the forward, at \S+test_callback\.py:\d+ "
         r"in training_step, after or at operator aten::bincount: .*minlength, "
-        r"which is used instead. Falling back to the textbook estimate"
+        r"which is used instead. The textbook estimate is used instead"
     )
     with pytest.warns(MemoryWarning, match=pattern) as warned:
         callback = fit(tmp_path, CallsNumPy())
@@ -933,7 +933,7 @@ def test_the_report_of_an_accumulation_has_a_steady_window_with_its_update(
     assert list(measured.phases) == [F, B, O]
     assert measured.held_bytes is not None
     assert callback.report.advice.basis.startswith(
-        "Simulated from a trace; the measured step agrees"
+        "The peaks were simulated from a trace; the measured step agrees"
     )
 
 
@@ -1204,7 +1204,7 @@ def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_pat
 def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(
-        MemoryWarning, match=r"could not write to .*file.*Set default_root_dir of the Trainer"
+        MemoryWarning, match=r"could not write to .*file.*default_root_dir of Lightning's Trainer"
     ):
         callback = fit(tmp_path / "file")
     assert len(callback.recorder.steps) == 4
@@ -1245,7 +1245,7 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
         pytest.warns(
             MemoryWarning,
             match=r"its model is on 2 devices \(cpu, meta\), and a trace can have only one\. "
-            r"Falling back to the textbook estimate",
+            r"The textbook estimate is used instead",
         ),
     ):
         training.trainer(tmp_path, [Elsewhere(), callback]).fit(
@@ -1277,7 +1277,7 @@ def test_whatever_the_tracer_does_training_goes_on(tmp_path, monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr("memcallback.trace.tracer.trace", broken)
-    with pytest.warns(MemoryWarning, match="KeyError: 'ours'. Falling back to the textbook"):
+    with pytest.warns(MemoryWarning, match="KeyError: 'ours'. The textbook estimate is used"):
         callback = fit(tmp_path)
     assert isinstance(callback.prediction, TextbookPrediction)
     assert len(callback.recorder.steps) == 4

@@ -276,7 +276,7 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
                 raise ValueError("no fakes")
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(mc.MemoryWarning, match="no fakes.*Falling back to the textbook estimate"):
+    with pytest.warns(mc.MemoryWarning, match="no fakes.*The textbook estimate is used instead"):
         found, _ = fit(tmp_path, Untraceable())
     first, *_, last = found.trials
     assert first.batch_size == found.predicted_batch_size
@@ -617,7 +617,7 @@ def test_the_callback_trains_with_given_loaders_resized(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*was made.*no steady step was measured:memcallback.MemoryWarning"
+    "ignore:.*was made.*A steady step begins after it, and none was:memcallback.MemoryWarning"
 )
 def test_a_schedule_is_made_for_the_number_of_steps_that_there_will_be(tmp_path):
     class Scheduled(Sized):

@@ -129,8 +129,8 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     text = found.to_text()
     assert " ".join(text.split()).startswith(
         "Batch size 1,100 (it was 32) is the largest found to fit Tesla T4. It ran for 3 optimizer "
-        "updates and validation within 1000.00 MiB (1.56 GiB less 2.5 %, half of the headroom, "
-        "and 512.00 MiB outside the allocator)."
+        "updates and validation within 1000.00 MiB (1.56 GiB less half of the 5 % headroom and "
+        "less 512.00 MiB outside the allocator)."
     )
     assert (
         "Batch size 1,234 ran out of memory, and the error was caught: 617 was tried next." in text

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from event_files import curves_of
+from torch._dynamo.utils import counters
 
 import memcallback as mc
 from memcallback import MemoryWarning, Phase
@@ -106,6 +107,34 @@ def test_each_step_has_its_phases_batch_size_and_update(trained):
     assert [step.batch_size for step in callback.recorder.steps] == [4] * 6
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1] * 6
     assert [step.is_warm_up for step in callback.recorder.steps] == [True] + [False] * 5
+
+
+# PyTorch's compiler warns so without us too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_that_the_trainer_compiles_is_recorded_and_compiled_as_often(tmp_path):
+    counted = []
+    # The first training in a process compiles more than later ones.
+    for callback in (None, None, mc.MemoryTrainerCallback()):
+        torch._dynamo.reset()
+        counters.clear()
+        train(
+            tmp_path,
+            callback,
+            torch_compile=True,
+            torch_compile_backend="aot_eager",
+            eval_strategy="epoch",
+            trainer_options={"eval_dataset": data(8)},
+        )
+        counted.append({name: dict(counts) for name, counts in counters.items()})
+    torch._dynamo.reset()
+    assert labels(callback) == [[F, B, O]] * 6
+    assert [step.batch_size for step in callback.recorder.steps] == [4] * 6
+    assert isinstance(callback.prediction, mc.Prediction)
+    assert any("without compilation" in caveat for caveat in callback.prediction.caveats)
+    assert isinstance(callback.evaluation, mc.Prediction)  # of the model as it is
+    _, without, with_it = counted
+    assert with_it == without
+    assert without["stats"]["unique_graphs"] >= 1
 
 
 def test_no_more_is_suggested_than_the_training_set_has(trained):

@@ -343,7 +343,7 @@ def test_a_generator_cannot_be_used_up_and_that_is_said():
         with pytest.raises(
             ValueError,
             match=rf"takes items from {label}, a generator made by twice\(\) of test_run_state.py:"
-            r".* at .*test_run_state.py:\d+ in .* Python cannot wind it back",
+            r".* at .*test_run_state.py:\d+ in .* Python cannot wind that iterator back",
         ):
             trial(root, step)
     trial(root, lambda root: (list(root.over), iter(root.numbers), copy.deepcopy(root.numbers)))
@@ -359,7 +359,7 @@ def test_a_refusal_that_the_step_catches_is_raised_at_its_end():
         with contextlib.suppress(ValueError):
             next(root.numbers)
 
-    with pytest.raises(ValueError, match="Python cannot wind it back"):
+    with pytest.raises(ValueError, match="Python cannot wind that iterator back"):
         trial(root, step)
 
 

@@ -36,7 +36,7 @@ def test_a_prediction_is_that_of_the_architecture_that_leaves_less_room(step, pr
     assert prediction.architecture_of == H100
     assert prediction.to_dict()["architecture_of"] == H100
     assert f"The architecture of {H100} was assumed." in prediction.verdict()[1]
-    other = f"A batch of {of_each[A100]:,} would fit with the architecture of {A100}."
+    other = f"With the architecture of {A100} the largest batch size would be {of_each[A100]:,}."
     assert other in prediction.caveats
     assert prediction.at(8).architecture_of == H100
 

@@ -221,7 +221,7 @@ def test_a_single_trace_knows_only_its_own_batch_size():
     assert not single.is_any_batch_size_known
     with pytest.raises(
         UnknownBatchSize,
-        match="traced at batch size 2 only, so batch size 3 is unknown: trace the step at that",
+        match=r"traced at batch size 2 only, so batch size 3 is unknown: memcallback\.predict",
     ):
         single.at(3)
 

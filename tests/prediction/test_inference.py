@@ -107,7 +107,7 @@ def test_the_largest_batches_fit_with_every_repetition_and_ones_a_little_larger_
     assert not prediction.at(prediction.limit_without_retry * 26 // 25).fits_without_retry
     assert not prediction.at(prediction.limit * 26 // 25).fits
     assert any(
-        "other batch sizes were replayed without some" in caveat for caveat in prediction.caveats
+        "other batch sizes were replayed with only some" in caveat for caveat in prediction.caveats
     )
 
 

@@ -394,7 +394,7 @@ def test_an_operator_that_reads_values_is_named_with_its_module_and_the_way_out(
     with pytest.raises(
         ValueError,
         match=rf"The operator {operator} in module '0.1' reads the values .* Let the model skip "
-        r"it, for instance",
+        r"this operator, for instance",
     ):
         layers(nn.Sequential(nn.Sequential(nn.Identity(), DataDependent(read))), input_size=(2, 8))
 

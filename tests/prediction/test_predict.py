@@ -239,7 +239,9 @@ def test_a_measured_step_must_be_one_and_of_such_a_device():
 def test_where_nothing_fits_the_way_out_is_said():
     advice = mc.suggest_batch_size(make_step(nn.Linear(50, 70_000)), device="600MiB")
     assert advice.batch_size == 0
-    assert advice.sentence().endswith("memcallback.what_if says what would make it fit.")
+    assert advice.sentence().endswith(
+        "memcallback.what_if says what would make a training step fit."
+    )
 
 
 def test_a_step_without_batch_size_is_refused_with_the_way_out():

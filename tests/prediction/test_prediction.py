@@ -208,7 +208,7 @@ def test_a_suggestion_is_the_largest_batch_whose_reserved_peak_stays_within_the_
     )
     assert peaks.at(advice.batch_size) <= advice.budget_bytes == 64 * MiB
     assert peaks.at(advice.largest + 1) > advice.budget_bytes
-    assert "Simulated from a trace" in advice.sentence()
+    assert "The peaks were simulated from a trace" in advice.sentence()
     counted = "other processes on the device (only the CUDA context is counted, with 512.00 MiB"
     assert any(text.startswith(counted) for text in advice.leaves_out)
     of_a_rank = replace(predicted.device, communication_bytes=MiB)
@@ -235,7 +235,8 @@ def test_where_the_context_is_assumed_a_suggestion_leaves_the_largest_that_was_s
     assumed = advice()
     assert assumed.budget_bytes == 7 * GiB
     assert any(
-        "counted, with 512.00 MiB; 1024.00 MiB are kept free)" in text
+        "counted, with 512.00 MiB; a context can be larger, so 1024.00 MiB in all are kept free)"
+        in text
         for text in assumed.leaves_out
     )
     assert assumed.to_dict()["most_outside_bytes"] == GiB
@@ -336,7 +337,7 @@ def test_equal_batch_sizes_are_said_once():
     equal = host_prediction(1, 1 + int(needed / 0.95))
     assert equal.limit == equal.largest_batch_size == 3
     assert equal.verdict()[1].startswith(
-        "Largest batch size: 3, with or without 5 % kept free. Larger batches"
+        "Largest batch size: 3, with or without 5 % kept free. Batches above 3 are"
     )
     assert equal.to_dict()["largest_batch_size"] == equal.to_dict()["limit_batch_size"] == 3
 
@@ -363,7 +364,7 @@ def test_the_words_about_a_cpu():
         "Fits. Peak 48.0 MiB allocated in backward; the CPU has 800 MiB.",
         f"Largest batch size: {fits.largest_batch_size} with 5 % kept free. With nothing kept "
         f"free: {fits.limit}. "
-        "Larger batches are assumed not to fit.",
+        f"Batches above {fits.limit} are assumed not to fit.",
     )
     too_small = host_prediction(capacity_bytes=3 * MiB).verdict()
     assert too_small[0].startswith("Does not fit. Peak ")
@@ -372,7 +373,7 @@ def test_the_words_about_a_cpu():
     assert (
         single.verdict()[1]
         == "The largest batch size is unknown: only this batch size was traced. "
-        "suggest_batch_size traces others."
+        "suggest_batch_size traces others, unless the batch cannot be made larger."
     )
     assert host_prediction().verdict()[1:] == (
         "Whether it fits is unknown: the capacity of the CPU was not given.",
@@ -426,9 +427,10 @@ def test_on_a_cpu_the_allocated_peak_has_to_fit():
 
 
 def test_a_limit_far_beyond_what_was_traced_says_what_is_assumed():
-    assert prediction(device="1GiB").verdict()[1].endswith("Larger batches are assumed not to fit.")
+    near = prediction(device="1GiB")
+    assert near.verdict()[1].endswith(f"Batches above {near.limit:,} are assumed not to fit.")
     far = prediction(device="80GiB").verdict()[1]
     assert far.endswith(
-        "Larger batches are assumed not to fit. Batches above the largest traced, 7, are assumed "
-        "to run the same way."
+        "are assumed not to fit. Batches above the largest traced, 7, are assumed to run the same "
+        "way."
     )

@@ -41,12 +41,12 @@ def test_the_verdict_names_the_peak_the_line_and_the_batch():
     )
     assert PredictionDiff(old, new).verdict() == (
         "This change adds 2.00 GiB to the peak: 12.00 GiB -> 14.00 GiB reserved. "
-        "The largest part, in allocated memory, is at loss.py:41: +2.00 GiB. "
+        "The largest part of the change in allocated memory is at loss.py:41: +2.00 GiB. "
         "Largest batch: 48 -> 40."
     )
     assert PredictionDiff(new, old).verdict() == (
         "This change takes 2.00 GiB off the peak: 14.00 GiB -> 12.00 GiB reserved. "
-        "The largest part, in allocated memory, is at loss.py:41: -2.00 GiB. "
+        "The largest part of the change in allocated memory is at loss.py:41: -2.00 GiB. "
         "Largest batch: 40 -> 48."
     )
 
@@ -55,7 +55,7 @@ def test_memory_that_no_line_made_is_named_by_its_category():
     new = saved(parameters=6 * GiB, allocated=12 * GiB, reserved=14 * GiB, fits=False)
     assert PredictionDiff(saved(), new).verdict() == (
         "This change adds 2.00 GiB to the peak: 12.00 GiB -> 14.00 GiB reserved. "
-        "The largest part, in allocated memory, is in parameters: +2.00 GiB. "
+        "The largest part of the change in allocated memory is in parameters: +2.00 GiB. "
         "It does not fit any more."
     )
 

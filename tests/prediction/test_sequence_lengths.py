@@ -164,7 +164,7 @@ def test_a_prediction_says_how_long_its_sequences_are():
     assert without.to_dict()["sequence_length"] is None
     with pytest.raises(
         UnknownSequenceLength,
-        match=r"sequence length 96 is unknown: .* Give it: TrainingStep\(\.\.\., sequence_length=",
+        match=r"sequence length 96 is unknown: .* Give it to the step: sequence_length=",
     ):
         without.at(sequence_length=96)
 

@@ -361,7 +361,7 @@ def test_a_compiled_model_is_recorded_as_a_whole():
     assert table[""].forward.num_runs == table[""].backward.num_runs == 1
     assert [module.name for module in table.ran] == [""]
     assert table.notes == (
-        "Submodules of compiled modules cannot be shown separately: the root module.",
+        "The submodules of these compiled modules cannot be shown: the root module.",
     )
     # A table without a row is not shown.
     assert str(table) == table.notes[0]
@@ -375,7 +375,7 @@ def test_compiled_parts_of_a_model_are_recorded_as_wholes():
     by_itself.compile(backend="eager")
     table = record(nn.Sequential(part, by_itself, nn.Linear(64, 10)), vectors()).modules
     assert [module.name for module in table.ran] == ["", "0", "2"]
-    assert table.notes == ("Submodules of compiled modules cannot be shown separately: '0', '1'.",)
+    assert table.notes == ("The submodules of these compiled modules cannot be shown: '0', '1'.",)
 
 
 def test_a_distributed_model_has_the_names_of_the_model_in_it():

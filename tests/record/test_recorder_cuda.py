@@ -463,7 +463,7 @@ def test_a_model_on_two_devices_is_recorded_on_the_one_that_trains(tmp_path):
             match=r"are on 2 devices \(cuda:0, cuda:1\); only the memory of cuda:0 is recorded",
         ),
         pytest.warns(
-            mc.MemoryWarning, match=r"and a trace can have only one. Falling back to the textbook"
+            mc.MemoryWarning, match=r"and a trace can have only one. The textbook estimate is used"
         ),
     ):
         fit(tmp_path, callback=callback, devices=1)

@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     sinks = Writers([], str(blocked))
-    with pytest.warns(MemoryWarning, match="Set default_root_dir"):
+    with pytest.warns(MemoryWarning, match="Give a folder that can be written: default_root_dir"):
         log_dir = sinks.log_dir
     assert log_dir is None
     sinks.log_curves({"": {"memory/peak": 1.0}}, 1)
@@ -146,7 +146,7 @@ def test_loggers_without_a_folder_leave_each_training_one_of_its_own(tmp_path):
     assert Writers([Values()], None).make_folder() is None
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.warns(MemoryWarning, match="Set default_root_dir"):
+    with pytest.warns(MemoryWarning, match="Give a folder that can be written: default_root_dir"):
         assert Writers([Values()], str(blocked)).make_folder() is None
 
 

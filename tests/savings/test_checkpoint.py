@@ -432,8 +432,8 @@ def test_the_model_itself_needs_two_segments():
 def test_a_list_of_blocks_has_no_segments():
     with pytest.raises(
         ValueError,
-        match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList, which has "
-        r"blocks",
+        match=r"segments=2 is for an nn\.Sequential, and 'blocks' is a ModuleList\. Leave "
+        r"segments out",
     ):
         mc.checkpoint(Blocks(), "blocks", segments=2)
 

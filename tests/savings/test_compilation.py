@@ -1,16 +1,16 @@
 """What compiling a step would buy, and a smaller budget of what a compiled one keeps."""
 
-import os
-
 import pytest
 import torch
+from needs import needs_compilation, needs_ranks
 from torch import nn
 
 import memcallback as mc
+from memcallback.savings.compilation import compilation
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="compiles in a child alone"),
+    needs_compilation,
 ]
 CARD = "NVIDIA H200"
 
@@ -85,6 +85,45 @@ def test_a_budget_of_what_is_kept_is_a_row_of_a_compiled_step():
         compiled = mc.predict(step(torch.compile(perceptron())), device=CARD)
     assert none_kept.peak_allocated_bytes == compiled.peak_allocated_bytes
     assert none_kept.peak_allocated_bytes < plan.current.peak_allocated_bytes
+
+
+def layers(*, compiled=False):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    for layer in model:
+        if compiled:
+            layer.compile()
+    return model
+
+
+@needs_ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_compiling_each_layer_is_a_saving_of_a_step_of_ranks(strategy):
+    job = mc.Ranks(2, strategy)
+    whole = step(layers()).varied(ranks=job)
+    (saving,) = compilation(whole)
+    assert saving.name == "torch.compile, each layer"
+    assert saving.line == "for layer in model: layer.compile()"
+    saved = mc.predict(saving.apply(whole), device=CARD)
+    compiled = mc.predict(step(layers(compiled=True)).varied(ranks=job), device=CARD)
+    assert saved.peak_allocated_bytes == compiled.peak_allocated_bytes
+    assert saved.peak_reserved_bytes == compiled.peak_reserved_bytes
+    assert any(one.startswith("Compiled code is predicted from") for one in saved.caveats)
+
+
+def test_layers_without_a_name_of_python_are_named_as_pytorch_does():
+    model = nn.Sequential(nn.Linear(64, 64), layers(), nn.Linear(64, 64))
+    (saving,) = compilation(step(model).varied(ranks=mc.Ranks(2, "ddp")))
+    assert saving.line == 'for layer in model.get_submodule("1"): layer.compile()'
+
+
+def test_ranks_of_compiled_layers_have_budgets():
+    savings = compilation(step(layers(compiled=True)).varied(ranks=mc.Ranks(2, "fsdp2")))
+    assert {saving.activation_memory_budget for saving in savings} == {0.75, 0.5, 0.25, 0}
+
+
+def test_ranks_that_were_not_compared_compiled_have_no_such_saving():
+    job = mc.Ranks(2, "pipeline", n_microbatches=2)
+    assert not list(compilation(step(layers()).varied(ranks=job)))
 
 
 def test_where_nothing_is_compiled_there_is_no_such_row():

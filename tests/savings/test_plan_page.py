@@ -39,7 +39,7 @@ def test_a_bar_is_in_proportion_and_says_what_it_fits_and_costs():
     html = savings_section(10 * GiB, ROWS).html()
     assert re.findall(r"--share:([0-9.]+)", html) == ["1.000", "0.500", "0.900", "0.200"]
     assert "fits up to 54; +23 % compute<" in html
-    assert "not even one sample fits" in html
+    assert "not even one sample is sure to fit" in html
     assert "another optimizer" in html
 
 

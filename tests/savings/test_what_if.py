@@ -288,7 +288,7 @@ def test_what_does_not_work_says_why():
     found = row(plan, "inplace activations")
     assert found.problem == "it would overwrite a tensor that the backward pass needs"
     assert plan.rows[-1].problem
-    assert "Not possible:" in plan.to_text()
+    assert "Could not be predicted:" in plan.to_text()
 
 
 def test_in_lightning_the_lines_are_the_trainers_and_gradients_can_be_cleared_earlier():

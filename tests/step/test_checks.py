@@ -297,8 +297,8 @@ def test_a_training_step_that_returns_no_loss_is_said_so(returned, message):
         (lambda parameters: [SGD(parameters)], "returned a list; it must return an optimizer"),
         (
             lambda parameters: OTHERS,
-            "returned a SGD of 1 parameter, and none is among those that it was called with. Make "
-            "it of these",
+            "returned a SGD of 1 parameter, none of which was passed to the function. Let the "
+            "function use the parameters that it gets",
         ),
         (
             lambda parameters: 1 / 0,
@@ -348,6 +348,6 @@ def test_what_lightning_refuses_with_manual_optimization_is_refused(options):
     module.automatic_optimization = False
     with pytest.raises(
         ValueError,
-        match=f"{name}={value} with manual optimization is not supported: .* Leave it out.",
+        match=f"{name}={value} is not supported with manual optimization, .* Leave {name} out.",
     ):
         TrainingStep.from_lightning(module, torch.ones(4, 8), **options)

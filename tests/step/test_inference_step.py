@@ -26,7 +26,7 @@ def model_and_batch():
         (
             {"after": mc.TrainingStep(*model_and_batch())},
             ValueError,
-            r"after trains a Linear, and this step runs another model, a Linear",
+            r"after=... trains a Linear, but this step runs another model, a Linear",
         ),
     ],
 )

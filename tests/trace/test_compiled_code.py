@@ -8,7 +8,10 @@ from torch.nn.attention.flex_attention import flex_attention
 import memcallback as mc
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-CAVEAT = "Compiled code ran as it would without compilation, which may need more or less memory: "
+CAVEAT = (
+    "Compiled code ran as it would without compilation: {}. Compiled, it may need more or less "
+    "memory."
+)
 
 
 def caveats(loss, optimizer=torch.optim.AdamW, device="NVIDIA L4"):
@@ -43,16 +46,16 @@ def descend(parameter, gradient):
 def test_what_was_compiled_before_is_said(device):
     compiled = torch.compile(activation)
     said = caveats(lambda model, batch: compiled(model(batch)).sum(), device=device)
-    assert said == [f"{CAVEAT}activation."]
+    assert said == [CAVEAT.format("activation")]
 
 
 def test_what_the_step_compiles_is_said():
     said = caveats(lambda model, batch: torch.compile(sine)(model(batch)).sum())
-    assert said == [f"{CAVEAT}sine."]
+    assert said == [CAVEAT.format("sine")]
     said = caveats(lambda model, batch: torch.compile(dynamic=False)(sine)(model(batch)).sum())
-    assert said == [f"{CAVEAT}sine."]
+    assert said == [CAVEAT.format("sine")]
     said = caveats(lambda model, batch: model(batch).sum(), CompiledUpdate)
-    assert said == [f"{CAVEAT}descend."]
+    assert said == [CAVEAT.format("descend")]
 
 
 def test_of_a_step_without_compiled_code_nothing_is_said():

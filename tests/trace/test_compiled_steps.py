@@ -1,12 +1,11 @@
 """Compiled steps, which are compiled for the card in the process that predicts."""
 
-import os
-
 import lightning
 import pytest
 import rank_cases
 import torch
 import torch._dynamo
+from needs import needs_compilation
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -20,7 +19,7 @@ from memcallback.trace.patches.generated_code import module_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="compiles in a child alone"),
+    needs_compilation,
 ]
 CARD = "NVIDIA H200"
 needs_known_compiler = pytest.mark.skipif(

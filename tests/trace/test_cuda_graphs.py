@@ -1,17 +1,17 @@
 """Compiled code with CUDA graphs, traced for a card on a machine without one."""
 
-import os
 from functools import partial
 
 import pytest
 import torch
+from needs import needs_compilation
 from torch import nn
 
 import memcallback as mc
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="compiles in a child alone"),
+    needs_compilation,
 ]
 CARD = "NVIDIA H200"
 with_graphs = partial(torch.compile, mode="reduce-overhead")

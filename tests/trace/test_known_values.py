@@ -480,7 +480,7 @@ def test_code_that_fails_on_any_shape_says_so_with_the_largest():
     with pytest.raises(
         mc.PredictionError,
         match=r"invalid for input of size 320\. Before, aten::index had a shape that depends on "
-        r"values, and the largest possible was assumed\. Give a step without it",
+        r"values, and the largest possible was assumed\. Leave that code out",
     ):
         mc.predict(step, device="24GiB")
 

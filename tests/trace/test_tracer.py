@@ -464,7 +464,7 @@ def test_an_operator_of_another_phase_is_not_what_failed():
     with pytest.raises(
         PredictionError,
         match=r"^The step could not be traced, in the forward, in module '0', "
-        r"at tests/trace/test_tracer\.py:\d+ in forward: KeyError: 'later'\. Give",
+        r"at tests/trace/test_tracer\.py:\d+ in forward: KeyError: 'later'\. Leave",
     ):
         on_card(nn.Sequential(FailsLater(32, 10)), vectors())
 

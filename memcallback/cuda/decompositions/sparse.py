@@ -327,8 +327,8 @@ def _addmm(
 ) -> torch.Tensor:
     if matrix.layout is not torch.sparse_coo or other.layout is not torch.strided:
         raise NotImplementedError(
-            "addmm is supported for a sparse first matrix and a dense second one. Make the others "
-            "dense with to_dense()"
+            "addmm needs a first matrix in layout torch.sparse_coo and a dense second one. "
+            "Otherwise make all of its tensors dense with to_dense()"
         )
     return _product_into(bias.new_empty(matrix.shape[0], other.shape[1]), matrix, other)
 

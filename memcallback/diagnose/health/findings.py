@@ -153,8 +153,8 @@ class Health:
             ),
             rule=(
                 "A retry waits for the device and frees the cache, which makes these steps slow; "
-                f"reported if at least {_NUM_STEPS_WITH_RETRIES} of {_NUM_STEPS} steps have "
-                "retries."
+                f"this is reported if at least {_NUM_STEPS_WITH_RETRIES} of {_NUM_STEPS} steps "
+                "have retries."
             ),
             hint=f"Make the batch smaller{fits}. {setting}",
         )
@@ -216,10 +216,11 @@ class Health:
             ),
             rule=(
                 "Such gaps cannot be given back to the device, so training can run out of memory "
-                f"while some is free; reported above {100 * _MAX_UNALLOCATED:g} %."
+                "while some is free; this is reported if at least "
+                f"{100 * _MAX_UNALLOCATED:g} % of the capacity is reserved but unallocated."
             ),
             hint=(
-                "Segments are expandable already: make the batch smaller, or batches of one length."
+                "Segments are expandable already: use smaller batches, or batches of one length."
                 if self._is_expandable
                 else f"Start the program with {_SETTING}=expandable_segments:True."
             ),
@@ -235,8 +236,8 @@ class Health:
                 "full."
             ),
             rule=(
-                "Other processes cannot use this cache; reported above "
-                f"{100 * _MAX_UNALLOCATED:g} %."
+                "Other processes cannot use this cache; this is reported if it is at least "
+                f"{100 * _MAX_UNALLOCATED:g} % of the capacity."
             ),
             hint=(
                 "If an earlier phase needed more (validation with larger batches), call "
@@ -258,8 +259,9 @@ class Health:
         else:
             who = "Another process or a library outside PyTorch's allocator has"
             rule = (
-                "This process's own libraries take less; reported above "
-                f"{format_bytes(_OWN_LIBRARIES_BYTES)} and {100 * _OWN_LIBRARIES:g} %."
+                "Smaller amounts can be this process's own libraries; this is reported above "
+                f"{format_bytes(_OWN_LIBRARIES_BYTES)} and {100 * _OWN_LIBRARIES:g} % of the "
+                "capacity."
             )
         return Finding(
             sign=Sign.OTHER_PROCESS,

@@ -225,7 +225,8 @@ class _Suspect:
         is_graph_of_other = self.owner != main.now.owner
         owner = self.owner or "tensors that no variable holds"
         if is_graph_of_other:
-            owner = f"the graph behind {owner}, in tensors {main.now.owner}"
+            part = main.now.owner or "tensors that no variable holds"
+            owner = f"the graph behind {owner} ({part})"
         kind, size = main.now.most_frequent_kind, format_bytes(main.num_bytes)
         change = (
             f"{main.count} more tensors such as {kind}, {size}"
@@ -234,9 +235,8 @@ class _Suspect:
         )
         others = ""
         if rest := [growth for growth in self.growing if growth is not main]:
-            count = sum(growth.count for growth in rest)
             size = format_bytes(sum(growth.num_bytes for growth in rest))
-            others = f" {count} other tensors grow with it, {size}."
+            others = f" Tensors of other owners grow with it, by {size} in total."
         full = ""
         if free_bytes is not None:
             # Of an estimate two digits.
@@ -261,8 +261,8 @@ class _Suspect:
 
 
 _WILL_FILL_DEVICE = (
-    "Unlike a buffer of fixed size, or a list that is emptied after each epoch, this will "
-    "fill the device before the training ends."
+    "Unlike a buffer of fixed size, or a list that is emptied after each epoch, this would "
+    "fill the device if the training went on long enough."
 )
 _KEEP_NUMBERS = "Keep numbers: loss.item(), or loss.detach() if it has to stay on the device."
 _CUT_GRAPH = "Cut the graph between steps: hidden = hidden.detach(), total += loss.item()."

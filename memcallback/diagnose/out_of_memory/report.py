@@ -88,7 +88,7 @@ class OutOfMemoryReport(Printable):
         place = self.place
         where = [
             f"in the {place.phase}" if place.phase else "",
-            f"of step {place.step}" if place.step is not None else "",
+            f"{'of' if place.phase else 'at'} step {place.step}" if place.step is not None else "",
         ]
         batch = f" (batch size {self.batch_size:,})" if self.batch_size is not None else ""
         rank = "" if self.rank is None else f", on rank {self.rank}"
@@ -105,7 +105,8 @@ class OutOfMemoryReport(Printable):
             if place.module is not None:
                 module = f"module {place.module!r}" if place.module else "the root module"
             joint = " near " if place.is_near else " in "
-            sentences.append(f"At {joint.join(filter(None, (place.operator, module)))}.")
+            text = joint.join(filter(None, (place.operator, module)))
+            sentences.append(f"Memory ran out at {text}.")
         for name, line in (
             ("Your line", place.line),
             ("Line of the forward pass", place.forward_line),

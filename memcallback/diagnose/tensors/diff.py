@@ -42,8 +42,8 @@ class TensorDiff(Printable):
     """Shows which storages appeared and vanished between points of a program, and who owns them.
 
     A point is a call of `mark`, or the beginning or end of a `with` block. It also records the
-    device's memory. Between points nothing happens, and nothing is kept alive: neither tensors nor
-    the model.
+    device's memory. Between points nothing happens unless `ledger` is on, and nothing is kept
+    alive: neither tensors nor the model.
 
     Storages are found through all objects that Python knows, and from PyTorch 2.11 on through what
     autograd saved for the backward pass. The rest of the allocator's memory is shown as

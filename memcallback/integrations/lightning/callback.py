@@ -88,8 +88,9 @@ class MemoryCallback(Callback):
 
     Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
-    fsspec address. A report is printed once the first steady step is known, and one line at the
-    end. In a job of several ranks each records itself; rank zero logs and prints for all, including
+    fsspec address. The report is printed as soon as a steady step (one after an optimizer update)
+    is recorded and the prediction, if any, is there. One more line is printed at the end.
+    In a job of several ranks each records itself; rank zero logs and prints for all, including
     the range over the ranks. A copy of the callback, by pickle too, has its settings and results.
 
     Args:
@@ -126,8 +127,9 @@ class MemoryCallback(Callback):
             (what grows and who holds it), allocator retries, fragmentation on a nearly full device,
             a nearly full device, and other processes that take memory (the rules are in
             `memcallback.diagnose.health`). A healthy training gets no warning. The checks compare
-            values that are read anyway; while these rise, they also search live tensors, every
-            tenth step at most. A CPU has no such values, and a search there can take seconds. So
+            values that are read anyway. While the allocator's counters rise, the checks also search
+            live tensors, every tenth step at most.
+            A CPU has no such values, and a search there can take seconds. So
             None, the default, warns on all devices but a CPU; True warns there too.
         wait_for_prediction: Whether the first step waits for the prediction. By default training
             goes on, and the prediction is there some steps later.
@@ -146,8 +148,8 @@ class MemoryCallback(Callback):
         fitted: The batch size that was found for the current or last fit; None if none was.
         plan: If `what_if` is on, the step predicted with each saving.
         validation: The prediction of a validation step after the training step, from the largest
-            batch of the sanity check; None without one, and until the prediction is there. The
-            report says which of the two needs more.
+            batch of the sanity check; None without a sanity check, and until the prediction is
+            there. The report says whether training or validation needs more.
         out_of_memory: The report on the out-of-memory error that ended the current or last fit;
             None if none did.
 
@@ -266,7 +268,10 @@ class MemoryCallback(Callback):
             self._savings.setup(trainer, pl_module, self._console(pl_module).say)
         self._unsharded = None
         if self._settings.predict:
-            with faults_as_warnings("The step will not be predicted if it is sharded."):
+            with faults_as_warnings(
+                "If the strategy shards the module, the step will not be predicted, because of an "
+                "error before the fit."
+            ):
                 self._unsharded = copy_unsharded(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

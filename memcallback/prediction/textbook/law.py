@@ -82,8 +82,8 @@ class TextbookPrediction(Printable):
     def document(self) -> Document:
         """The step by phase, what a further sample adds, and what was assumed."""
         per_sample = (
-            f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the peak, which is "
-            "an upper estimate."
+            f"Each further sample adds {format_bytes(self.per_sample_bytes)} to the upper bound "
+            "of the peak."
         )
         return Document(self.step.to_table(), per_sample, *self.caveats)
 

@@ -118,7 +118,7 @@ def _shape_pass(step: TrainingStep, batch_size: int, caveats: list[str]) -> Laye
             )
         return table
     if batch_size == own_batch_size:
-        caveats.append(f"The step failed with {failure}.")
+        caveats.append(f"On fake tensors the step failed with {failure}.")
     else:
         caveats.append(
             f"The step cannot run on fake tensors at batch size {batch_size} ({failure}): all "

@@ -120,8 +120,8 @@ def shape_pass(
             raise
         raise ValueError(
             f"The operator {operator} in module {recorder.module_name!r} reads the values of a "
-            "tensor, and fake tensors have none. Let the model skip it, for instance if an "
-            "argument of the model says so, or tabulate the submodules around it."
+            "tensor, and fake tensors have none. Let the model skip this operator, for instance by "
+            "an argument, or call layers() on submodules that do not contain the operator."
         ) from error
     return recorder.table()
 

@@ -204,8 +204,8 @@ def _bincount(
 ) -> torch.Tensor:
     if not minlength:
         raise NoPlaceholder(
-            "aten.bincount makes as many numbers as its largest value, which is not known. Give it "
-            "minlength, which is used instead."
+            "aten.bincount makes a number for each value from 0 to the largest, which is not "
+            "known. Give it minlength, which is used instead."
         )
     return tensor.new_empty(minlength, dtype=torch.int64 if weights is None else weights.dtype)
 

@@ -104,8 +104,8 @@ class Inference:
         if not hasattr(self.model, name):
             raise PredictionError(
                 f"{type(self.model).__name__}.generate() has no {name}, which transformers calls "
-                "for each token. Install a version that memcallback is tested with, or give "
-                "forward=... with a loop of your own."
+                "for each token. Install a version of transformers that memcallback is tested with "
+                "(docs/versions.md), or give forward=... with a loop of your own."
             )
         left = num_to_trace(num_tokens, self.period)
         part = self.marks.repeated(num_tokens, self.period)

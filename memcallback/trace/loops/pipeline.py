@@ -31,7 +31,8 @@ def pipelined_step(training: Training, pipeline: Pipeline) -> None:
         if not phases.windows and phases.current_phase is None:
             raise PredictionError(
                 "The step's loss ran no stage of the pipeline. "
-                "Give loss=lambda schedule, batch: schedule.step(...) as on this rank."
+                "Give loss=lambda schedule, batch: schedule.step(...), with the arguments that "
+                "this rank passes in your program."
             )
         if training.optimizers:
             begin_update(phases, is_manual=True)

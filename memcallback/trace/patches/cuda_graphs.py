@@ -37,8 +37,9 @@ _SEED_BYTES = 8
 _NUM_CALLS_TO_SETTLE = 3
 _OPERATOR = "a CUDA graph"
 _OUT_OF_ORDER = (
-    "Some CUDA graphs of the step were already replayed when another function warmed up or was "
-    "recorded. It was assumed to reuse their memory, so reserved memory can be too low."
+    "A compiled function warmed up or was recorded while CUDA graphs of other functions in the "
+    "step were already replayed. The prediction assumes that this function reuses the memory of "
+    "those graphs, so predicted reserved memory can be too low."
 )
 _OVERWRITTEN = (
     "{} uses a tensor that a CUDA graph returned in an earlier forward or backward pass. PyTorch "

@@ -28,7 +28,8 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
             if not hasattr(owner, name):
                 raise PredictionError(
                     f"A step cannot be traced with PyTorch {torch.__version__}, which has no "
-                    f"{owner.__name__}.{name}. Install a version that memcallback is tested with."
+                    f"{owner.__name__}.{name}. Install a version that memcallback is tested with "
+                    "(docs/versions.md)."
                 )
             # An inherited attribute is replaced in the class itself, and removed from it again.
             if name in vars(owner):

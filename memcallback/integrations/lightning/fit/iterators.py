@@ -37,7 +37,8 @@ class Refusals:
         line = line_here()
         error = ValueError(
             f"The step takes items from {label}, {what}{f', at {line}' if line else ''}. Python "
-            "cannot wind it back after a trial, so training would miss them, and no trial runs. "
+            "cannot wind that iterator back after a trial, so training would miss the items that a "
+            "trial takes. Therefore the search stopped before it took any. "
             "Write an iterator class that keeps its position in an attribute, which is restored; "
             "give a second loader to the Trainer (CombinedLoader); or leave out fit_batch_size, "
             "and set the size that memcallback.suggest_batch_size gives."

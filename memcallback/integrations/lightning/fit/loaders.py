@@ -21,8 +21,8 @@ def batch_size_of(loaders: object) -> int:
     if len(sizes) > 1:
         raise ValueError(
             f"The training loaders have batches of {' and '.join(map(str, sorted(sizes)))} "
-            "samples, but the search is for one batch size. Give them one batch size, or set "
-            "theirs yourself."
+            "samples, but the search is for one batch size. Give all of them the same batch size, "
+            "or leave out the search and keep theirs."
         )
     if not sizes:
         raise ValueError(

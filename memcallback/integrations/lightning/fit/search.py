@@ -213,10 +213,11 @@ class FitSearch:
 
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:
         """The largest size to consider, None for unlimited; and why."""
+        where = " on each device" if self._trainer.world_size > 1 else ""
         limits = (
             []
             if num_samples is None
-            else [(self._agree(num_samples)[0], "The training data have {} samples")]
+            else [(self._agree(num_samples)[0], f"The training data have {{}} samples{where}")]
         )
         if self._settings.max_batch_size is not None:
             limits.append((self._settings.max_batch_size, "max_batch_size is {}"))

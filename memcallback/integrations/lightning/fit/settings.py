@@ -48,7 +48,8 @@ class FitSettings:
         whole_number(
             "num_updates",
             self.num_updates,
-            "The first update starts without optimizer state and gradients. Leave it out for 3.",
+            "The first update starts without optimizer state and gradients. Leave num_updates out "
+            "to run 3 updates.",
             least=2,
         )
         whole_number("multiple_of", self.multiple_of, "Give 1 for any batch size.")
@@ -123,8 +124,8 @@ def check_supported(trainer: Any, module: Any) -> None:
     """Check that one rank can run a Trainer's step alone, and that it can be restored."""
     if trainer.fast_dev_run:
         raise ValueError(
-            "Trainer(fast_dev_run=True) trains with a few batches of any size, so no batch size is "
-            "searched. Remove one of the two."
+            "Trainer(fast_dev_run=True) trains with a few batches of any size, so there is no use "
+            "in a search for a batch size. Leave out fast_dev_run or the search."
         )
     model = trainer.strategy.model
     if model is not module and type(model).__name__ not in (
@@ -170,8 +171,8 @@ def notes_on_callbacks(trainer: Any) -> tuple[str, ...]:
         return ()
     return (
         f"{names} may make later steps take much more memory than the trials, which run only the "
-        "first ones. Leave a larger headroom, or search with Trainer and module as they will be "
-        "later.",
+        "first steps. Give a larger headroom, or search with a Trainer and a module that are set "
+        "up as they will be in later steps.",
     )
 
 

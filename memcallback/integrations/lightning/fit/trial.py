@@ -211,8 +211,9 @@ class Probe:
         if self._wanted not in (None, self.batch_size):
             raise ValueError(
                 f"train_dataloader() returns batches of {self.batch_size} samples although "
-                f"{self._attributes} is {self._wanted}, so it does not use the attribute. Write "
-                "DataLoader(..., batch_size=self.batch_size) there."
+                f"{self._attributes} is {self._wanted}, so it does not use that. Write "
+                "DataLoader(..., batch_size=self.batch_size) there, or self.hparams.batch_size for "
+                "a hyperparameter."
             )
         if self._num_epochs - self.num_run > _MAX_EMPTY_EPOCHS:
             raise TrialOver
@@ -231,8 +232,8 @@ class Probe:
         ):
             raise ValueError(
                 f"The training loader's batch size is {self._wanted}, but its first batch has "
-                f"{inferred} samples. Let its batch sampler use its batch_size, or give the number "
-                f"of samples that there are: {GIVE_LIMIT}."
+                f"{inferred} samples. Let the loader's batch sampler use its batch_size. If the "
+                f"data have no more samples than that, give their number: {GIVE_LIMIT}."
             )
         self._meter.begin_step(batch)
 
