@@ -70,10 +70,9 @@ def suggest_batch_size(
 
     All ranks of a job have one batch size, the smallest of what each could have alone. In a
     pipeline every rank is predicted, and the batch size is that of one microbatch. On several kinds
-    of devices one rank on each kind is predicted. Otherwise the step's own rank represents all.
-    If a function makes the
-    pipeline, it is unknown how many copies of the pipeline train on batches of their own: give
-    that number as `world_size`, by default one.
+    of devices one rank on each kind is predicted. Otherwise the step's own rank represents all. If
+    a function makes the pipeline, it is unknown how many copies of the pipeline train on batches of
+    their own: give that number as `world_size`, by default one.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.

@@ -36,9 +36,9 @@ def predict(
 
     A copy of the step is traced with fake tensors. From three traces the prediction knows every
     batch size. If the step gives a `sequence_length`, it takes eight and knows other lengths too. A
-    trace runs the step's own Python code,
-    without its computations, in a child process that cannot change anything outside of
-    itself: no variable, file, connection or random number generator of this program.
+    trace runs the step's own Python code, without its computations, in a child process that cannot
+    change anything outside of itself: no variable, file, connection or random number generator of
+    this program.
 
     If `device` is only a size of memory, the step is predicted with two architectures, an A100's
     and an H100's, as `suggest_batch_size` does. The prediction is the one that leaves less room.

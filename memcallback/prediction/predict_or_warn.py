@@ -27,14 +27,14 @@ def predict_or_warn(
     device_name: str,
     capacity_bytes: int | None,
     say: Callable[[str], None],
-    without: str,
+    without: str | None,
     make_simpler: Callable[[], TrainingStep] | None = None,
 ) -> StepPrediction | None:
     """Predict a training's step in this process. Never raises: failures become warnings.
 
     The device may be the error that finding it has raised: then the textbook estimate is left.
     `make_simpler` makes a step that is traced if the other cannot be: one with the model's own
-    loss.
+    loss. `without` is what turns the prediction off; None in a search, which always predicts.
     """
     try:
         step = make_step()
@@ -101,10 +101,12 @@ def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Pr
     return prediction
 
 
-def warn_unpredicted(reason: str, without: str) -> None:
-    """Warn that a training has no prediction, why, and what turns the attempt off."""
+def warn_unpredicted(reason: str, without: str | None) -> None:
+    """Warn that a training, or a search, has no prediction, why, and what turns it off."""
     warn_and_go_on(
-        f"Memory is recorded but not predicted. {reason} {without} turns the prediction off."
+        f"The search goes on without a prediction. {reason}"
+        if without is None
+        else f"Memory is recorded but not predicted. {reason} {without} turns the prediction off."
     )
 
 

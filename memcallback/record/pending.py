@@ -37,7 +37,7 @@ class PendingPrediction:
         work: Work,
         *,
         say: Callable[[str], None],
-        without: str,
+        without: str | None,
         isolate: bool = True,
         timeout_s: float = TIMEOUT_S,
         is_background: bool = True,

@@ -28,9 +28,8 @@ def accumulate(
     Several micro-batches make a window, and each window ends with one update. Each micro-batch is
     weighted by its number of samples, and the last window may be smaller. So the gradients are
     those of one batch with all samples of the window, up to rounding, if the loss is a mean over
-    samples and no layer mixes samples. Batch norm does mix them: it sees micro-batches.
-    Step a learning-rate scheduler after each
-    update, which is once a window.
+    samples and no layer mixes samples. Batch norm does mix them: it sees micro-batches. Step a
+    learning-rate scheduler after each update, which is once a window.
 
         accumulation = mc.accumulate(4, model, optimizer)
         for batch in accumulation.over(loader):

@@ -285,6 +285,21 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
     assert len(found.trials) <= 4
 
 
+def test_a_search_without_a_prediction_says_why_and_names_no_setting_that_it_lacks(
+    tmp_path, monkeypatch
+):
+    def unknown(*args):
+        raise mc.PredictionError("No step is known.")
+
+    monkeypatch.setattr("memcallback.integrations.lightning.fit.search.step_of", unknown)
+    with pytest.warns(
+        mc.MemoryWarning, match=r"^The search goes on without a prediction\. No step is known\.$"
+    ):
+        found, _ = fit(tmp_path)
+    assert found.predicted_batch_size is None
+    assert found.trials[0].batch_size == 8
+
+
 def test_without_any_prediction_the_search_starts_from_the_size_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "memcallback.integrations.lightning.fit.search.predict_or_warn",

@@ -61,17 +61,15 @@ def fit_batch_size(
     These are put back exactly, to the bit, into the same objects: parameters, buffers, optimizers,
     schedulers, callbacks, metrics, loops, random generators, the attributes of Trainer, module and
     data module, and the global variables and classes of your own files. The loggers get nothing,
-    and Lightning writes nothing to disk.
-    CUDA's peak statistics are reset. Hooks of callbacks run up
-    to `on_fit_start`; the module's hooks at the end of training (`on_train_epoch_end`,
+    and Lightning writes nothing to disk. CUDA's peak statistics are reset. Hooks of callbacks run
+    up to `on_fit_start`; the module's hooks at the end of training (`on_train_epoch_end`,
     `on_train_end`) do not run. `prepare_data` and `setup` run as in `fit`, and what they write
     remains. The docs have a table of all that is put back, refused and not put back (What does a
     search put back?). An interrupt or a SIGTERM ends the search with everything put back.
 
     With a GradientAccumulationScheduler, the predicted step accumulates the largest number of
-    batches that the scheduler sets.
-    Callbacks that later change what trains, such as BaseFinetuning, cannot take
-    part, and a note names them.
+    batches that the scheduler sets. Callbacks that later change what trains, such as
+    BaseFinetuning, cannot take part, and a note names them.
 
     On several devices (`strategy="ddp"`) each rank runs its own trials, and the smallest size
     counts.

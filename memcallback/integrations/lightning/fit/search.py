@@ -47,7 +47,7 @@ from memcallback.integrations.lightning.fit.trial import (
     run,
 )
 from memcallback.integrations.lightning.trainer.package import as_callback
-from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION, step_of
+from memcallback.integrations.lightning.trainer.step import step_of
 from memcallback.prediction.predict_or_warn import device_or_error, predict_or_warn
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.pending import PendingPrediction
@@ -199,12 +199,12 @@ class FitSearch:
                         device_name=self._meter.device_name,
                         capacity_bytes=self._budget.capacity_bytes,
                         say=say,
-                        without=LEAVES_OUT_PREDICTION,
+                        without=None,
                     ),
                     None,
                 ),
                 say=self._say,
-                without=LEAVES_OUT_PREDICTION,
+                without=None,
             )
             with closing(pending):
                 pending.wait(None)
