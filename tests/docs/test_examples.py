@@ -151,7 +151,7 @@ PHASES = ("forward", "backward", "optimizer step")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("ddp.py", ["--epochs", "1"]),
+        pytest.param("ddp.py", ["--epochs", "1"], marks=needs_ranks),
         pytest.param("fsdp2.py", ["--steps", "4"], marks=[needs_fsdp2, needs_ranks]),
     ],
 )
