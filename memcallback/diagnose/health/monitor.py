@@ -229,7 +229,7 @@ class _Suspect:
             owner = f"the graph behind {owner} ({part})"
         kind, size = main.now.most_frequent_kind, format_bytes(main.num_bytes)
         change = (
-            f"{main.count} more tensors such as {kind}, {size}"
+            f"{main.count} more tensors such as {kind}, {size} in total"
             if main.count
             else f"tensors have become larger, for example {kind}, by {size} in total"
         )

@@ -26,15 +26,15 @@ _AS_EAGER = (
     "Compiled code ran as it would without compilation: {}. Compiled, it may need more or less "
     "memory."
 )
-#: The 858 and 200 MiB: benchmarks/compiled.py on a virtual H200 and A100, 2026-11-25, and on an
-#: H100, 2026-11-26. The 10 %: the same on a virtual H200, 2026-11-26.
+#: The figures: benchmarks/compiled.py on a virtual H200 and A100, 2026-11-25, on an H100 and, for
+#: steps that are tuned or change their size, on a virtual H200, 2026-11-26.
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
-    "values are for a training that finds this code in Inductor's cache. In 118 measured steps, a "
-    "training that had to compile needed up to 858 MiB more than this in its first step, and kept "
-    "up to 200 MiB more reserved afterwards. If the batch size changes, as with a smaller last "
-    "batch, PyTorch compiles again, with dynamic shapes: five such trainings reserved at most 10 % "
-    "more than predicted."
+    "values are for a training that finds this code in Inductor's cache. In 125 measured "
+    "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
+    "one that found the code, and at most 200 MiB more afterwards. If the batch size changes, as "
+    "with a smaller last batch, PyTorch compiles again, with dynamic shapes: five such trainings "
+    "reserved at most 10 % more than predicted."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') warm up in the first update, are "
