@@ -143,7 +143,9 @@ def _of_boundaries(prediction: StepPrediction, measured: StepMemory) -> Iterator
 def _carried(carrier: tuple[str, int] | None) -> str:
     if carrier is None:
         return ""
-    return f"{format_bytes(abs(carrier[1]))} of the difference are {carrier[0]}"
+    category, more_bytes = carrier
+    than = "more" if more_bytes > 0 else "less"
+    return f"{category}: {format_bytes(abs(more_bytes))} {than} than predicted"
 
 
 def _explained_by_buckets(deviation: Deviation, predicted: StepMemory) -> Deviation:

@@ -242,7 +242,7 @@ def test_a_difference_at_a_boundary_names_the_category_that_carries_it():
     (line,) = [line for line in made.lines() if "The prediction is off" in line]
     assert line == (
         "The prediction is off: allocated at the end of backward: predicted 16.0 MiB, measured "
-        "21.0 MiB (-23.8 %); 5.00 MiB of the difference are gradients."
+        "21.0 MiB (-23.8 %); gradients: 5.00 MiB more than predicted."
     )
 
 
