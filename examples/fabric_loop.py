@@ -5,8 +5,8 @@
 First install its packages: `pip install '.[examples]'` in the clone.
 
 Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The
-prediction is of the model itself, in Fabric's precision, because the output of a wrapper needs
-`fabric.backward`.
+prediction is of the model itself, in Fabric's precision. It cannot be of the wrapper: it calls
+`loss.backward()`, and the output of a wrapper needs `fabric.backward`.
 """
 
 from __future__ import annotations

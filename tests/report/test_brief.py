@@ -212,7 +212,8 @@ def test_an_error_above_one_percent_and_one_mebibyte_has_one_line_with_both_figu
         assert "\n  prediction" not in text_of(made)
     made = report(measured=as_measured(predicted, more_in_backward=4 * MiB))
     assert line_with(text_of(made), "  prediction   peak of backward").startswith(
-        "  prediction   peak of backward: predicted 48.0 MiB, measured 52.0 MiB (-7.7 %); temporary memory"
+        "  prediction   peak of backward: predicted 48.0 MiB, measured 52.0 MiB (-7.7 %); "
+        "temporary memory"
     )
 
 

@@ -36,9 +36,10 @@ class TextbookPrediction(Printable):
 
     The textbook estimate: parameters, buffers, gradients and optimizer state do not depend on the
     batch. Every layer's output does; it counts twice in the backward pass, for itself and its
-    gradient. Anything else that autograd saves, such as a dropout's mask, counts once. This is an
-    upper bound: not every output is kept, and not all gradients of outputs are live at the same
-    time. The lower bound counts only what autograd saves for the backward pass, once.
+    gradient. Anything else that autograd saves, such as a dropout's mask, counts once. This
+    serves as the upper bound and is mostly too high: not every output is kept, and not all
+    gradients of outputs are live at the same time. The lower bound counts only what autograd saves
+    for the backward pass, once.
 
     Attributes:
         source: Where the numbers come from.

@@ -52,11 +52,11 @@ def fit_batch_size(
 
     The step is predicted from its first batch (`memcallback.predict`). The largest size that is
     predicted to leave the headroom free is then run by the Trainer itself: sanity check, a few
-    optimizer updates, validation. The size is accepted if half of the headroom stays free, since
-    the prediction covers the training step only. If not, or if much more is free than predicted,
-    the prediction is corrected by the measurement and the corrected size is run. If memory runs
-    out, the error is caught, the memory released and a smaller size run. So the returned size has
-    been run. Usually this takes one trial, without an error.
+    optimizer updates, validation. The size is accepted if half of the headroom stays free. The
+    other half is for what the prediction does not cover, above all validation. If less stays free,
+    or much more than predicted, the prediction is corrected by the measurement and the corrected
+    size is run. If memory runs out, the error is caught, the memory released and a smaller size
+    run. So the returned size has been run. Usually this takes one trial, without an error.
 
     These are put back exactly, to the bit, into the same objects: parameters, buffers, optimizers,
     schedulers, callbacks, metrics, loops, random generators, the attributes of Trainer, module and
