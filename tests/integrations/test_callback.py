@@ -1094,7 +1094,7 @@ def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training
 
 def test_a_dataloader_with_one_batch_has_no_steady_step_and_says_so(tmp_path):
     with pytest.warns(
-        MemoryWarning, match=r"Only 1 optimizer update was made.*Train for at least 2 steps"
+        MemoryWarning, match=r"Only 1 optimizer update was made.*Train for at least 2 updates"
     ):
         callback = fit(tmp_path, num_batches=1)
     assert callback.report.measured.is_warm_up
@@ -1304,7 +1304,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
         ({"headroom": 1}, "headroom must be"),
         ({"device": "big"}, "'big' is not a known card"),
         ({"device": "-1GiB"}, "'-1GiB' is not a size: a size cannot be negative"),
-        ({"device": 0}, "0 is neither a card nor its size"),
+        ({"device": 0}, "0 is neither a card nor a card's size"),
         (
             {"device": "cpu"},
             "'cpu' has no known memory size. Give a card or a size, such as '24GiB', or leave "

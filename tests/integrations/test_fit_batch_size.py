@@ -874,7 +874,7 @@ def given(**options):
         (
             {"module": HardCoded()},
             r"train_dataloader\(\) returns batches of 8 samples although module.batch_size is \d+, "
-            r"so it does not use the attribute",
+            r"so it does not use that",
         ),
         (
             {"module": training.Automatic()},
@@ -904,8 +904,8 @@ def given(**options):
         ),
         (
             given(dataset=Samples(), batch_sampler=Wholesale(range(100), 8, False)),
-            r"training loader's batch size is \d+, but its first batch has 8 samples. Let its "
-            r"batch sampler use its batch_size",
+            r"training loader's batch size is \d+, but its first batch has 8 samples. Let the "
+            r"loader's batch sampler use its batch_size",
         ),
         (
             {"trainer_options": {"fast_dev_run": True}},

@@ -124,8 +124,8 @@ def test_callbacks_that_change_what_trains_later_are_named():
         )
         assert notes_on_callbacks(loop) == (
             f"{names} may make later steps take much more memory than the trials, which run only "
-            "the first ones. Leave a larger headroom, or search with Trainer and module as they "
-            "will be later.",
+            "the first steps. Give a larger headroom, or search with a Trainer and a module that "
+            "are set up as they will be in later steps.",
         )
     assert (
         notes_on_callbacks(

@@ -190,7 +190,7 @@ def test_where_a_trace_knows_one_batch_size_alone_the_largest_is_found_by_more_t
 def test_for_a_cpu_of_unknown_memory_no_batch_size_is_suggested_and_the_way_out_said():
     with pytest.raises(
         PredictionError,
-        match=r"^No batch size can be suggested: the CPU's capacity is unknown. Give it: "
+        match=r"^No batch size can be suggested: the CPU's capacity is unknown. Give it in Python: "
         r"device=memc",
     ):
         mc.suggest_batch_size(make_step(), device="cpu")
@@ -231,7 +231,7 @@ def test_a_measured_step_must_be_one_and_of_such_a_device():
     ):
         with pytest.raises(
             ValueError,
-            match=f"measured is {text}.* it must be a steady step .* Give recorder.steady",
+            match=f"measured=... got {text}.* it must be a steady step .* Give recorder.steady",
         ):
             mc.suggest_batch_size(make_step(), device="24GiB", measured=step)
 

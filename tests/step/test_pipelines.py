@@ -212,7 +212,7 @@ def test_a_loss_that_does_not_call_the_model_once_is_refused():
         predicted(
             job(2, rank=1), loss=lambda model, batch: (model(batch[0]) - model(batch[1])).sum()
         )
-    with pytest.raises(mc.PredictionError, match="asks for 'weight' of the model"):
+    with pytest.raises(mc.PredictionError, match="reads the model's 'weight'"):
         predicted(
             job(2, rank=1), loss=lambda model, batch: model(batch[0]).sum() + model.weight.sum()
         )
