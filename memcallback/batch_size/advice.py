@@ -63,8 +63,7 @@ class BatchSizeAdvice(Printable):
         limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
             without a retry of the allocator; None if unlimited, or if each size takes a trace.
         limit_fits_again: A size above `limit` that fits, although the one right after `limit` does
-            not; None if
-            none is known.
+            not; None if none is known.
         limit_without_retry_peak_bytes: The peak at `limit_without_retry`; None if there is no such
             limit, or it is 0.
         curve: The expected peak in bytes at each power of two up to twice the suggestion, and at

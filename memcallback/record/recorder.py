@@ -473,10 +473,10 @@ class MemoryRecorder:
             batch: As for `step`.
             batch_size: As for `step`.
             sample: Whether this step will be logged. On a CPU only sampled steps are recorded
-                otherwise; a step that will be logged is recorded too.
-                Recording costs milliseconds there, so fewer
-                and fewer of these steps are recorded: after the tenth update at most every second
-                step, after the twentieth every third, and so on, down to one in 50.
+                otherwise; a step that will be logged is recorded too. Recording costs milliseconds
+                there, so fewer and fewer of these steps are recorded: after the tenth update at
+                most every second step, after the twentieth every third, and so on, down to one in
+                50.
 
         Raises:
             RuntimeError: If a step is open already.
