@@ -4,9 +4,8 @@
 
 First install its packages: `pip install '.[examples]'` in the clone.
 
-The recorder watches the model and the optimizer that accelerate returns, and the prediction is of
-them too. Each batch is a step; every fourth step makes an update, and so does the
-last of an epoch.
+The recorder watches the model and the optimizer that accelerate returns, and the prediction uses
+both. Each batch is a step; every fourth step makes an update, and so does the last of an epoch.
 """
 
 from __future__ import annotations

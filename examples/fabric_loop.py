@@ -5,8 +5,8 @@
 First install its packages: `pip install '.[examples]'` in the clone.
 
 Fabric wraps models and optimizers; the recorder watches the wrappers, which the loop calls. The
-prediction is of the model itself, in Fabric's precision. It cannot be of the wrapper: it calls
-`loss.backward()`, and the output of a wrapper needs `fabric.backward`.
+prediction is of the model itself, in Fabric's precision. It cannot be of the wrapper, because a
+prediction calls `loss.backward()`, and a loss of the wrapper's output needs `fabric.backward`.
 """
 
 from __future__ import annotations
