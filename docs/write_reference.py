@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import io
 import os
@@ -163,7 +164,7 @@ def _api_page(page: Page) -> str:
         parts.append(f"## `{name}`")
         if page.has_signatures:
             parts.append(_block(_signature(name, value)))
-        parts += _docstring(value)
+        parts += [*_docstring(value), *_enum_values(value)]
         members = dict(_members(name, value))
         long = [
             label
@@ -208,6 +209,16 @@ def _members(name: str, value: Any) -> Iterator[tuple[str, list[str]]]:
             continue
         label = _signature(member, function) if inspect.isfunction(function) else member
         yield label, _docstring(function)
+
+
+def _enum_values(value: Any) -> Iterator[str]:
+    """The members of an enum, unless its docstring names each."""
+    if not (inspect.isclass(value) and issubclass(value, enum.Enum)):
+        return
+    names = [member.name for member in value]
+    if not all(name in (value.__doc__ or "") for name in names):
+        yield "**Values**"
+        yield ", ".join(f"`{name}`" for name in names) + "."
 
 
 def _signature(name: str, value: Any) -> str:

@@ -58,8 +58,9 @@ class BatchSizeAdvice(Printable):
         batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
             to fit.
         largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
-        limit: The most samples that fit with nothing kept free, below the first size known to fail;
-            None if unlimited, if no step was traced, or if each size takes a trace.
+        limit: The most samples that fit with nothing kept free. No smaller size is known to fail;
+            a larger one may fit again. None if unlimited, if no step was traced, or if each size
+            takes a trace.
         limit_without_retry: The most samples up to `limit` that fit with nothing kept free and
             without a retry of the allocator; None if unlimited, or if each size takes a trace.
         limit_fits_again: A size above `limit` that fits, although the one right after `limit` does

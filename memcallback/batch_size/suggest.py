@@ -61,8 +61,9 @@ def suggest_batch_size(
 
     A trace at that size verifies it. If this trace shows that the step runs differently there, the
     size is predicted again from this trace. If the step runs differently at each batch size, each
-    size that is tried is traced, some six to ten; the result is exact below 64 samples, and within
-    2 % above.
+    size that is tried is traced, some six to ten. The result is then exact below 64 samples, and
+    within 2 % above, unless `leaves_out` of the advice says that larger sizes would take minutes to
+    trace, or that sizes which are no multiple of the step's own cannot be traced.
 
     If `device` is only a size of memory, the step is predicted with two architectures, an A100's
     and an H100's, whose libraries take workspaces of different sizes. The advice is the smaller
@@ -71,8 +72,8 @@ def suggest_batch_size(
     All ranks of a job have one batch size, the smallest of what each could have alone. In a
     pipeline every rank is predicted, and the batch size is that of one microbatch. On several kinds
     of devices one rank on each kind is predicted. Otherwise the step's own rank represents all. If
-    a function makes the pipeline, it is unknown how many copies of the pipeline train on batches of
-    their own: give that number as `world_size`, by default one.
+    a function builds the pipeline, only you know how many copies of the pipeline train at the same
+    time, each on batches of its own. Give that number as `world_size`; by default it is one.
 
     Args:
         step: The step, a `TrainingStep` or an `InferenceStep`.

@@ -38,8 +38,8 @@ class MemoryStats:
         num_alloc_retries: How often the allocator has released its cache and tried again, since the
             program began.
         num_ooms: How often it has run out of memory, since the program began.
-        by_category: Bytes of storages for each of `PERSISTENT_CATEGORIES`; a shared storage counts
-            once, in the first category that holds it.
+        by_category: Bytes of the storages of parameters, buffers, gradients, optimizer state and
+            input. A shared storage counts once, in the first of these that holds it.
     """
 
     allocated_bytes: int | None = None
@@ -109,7 +109,7 @@ class PhaseMemory:
         return " + ".join(phase.label for phase in self.covers)
 
     def row(self, label: str) -> tuple[str, ...]:
-        """The cells of `PHASE_COLUMNS`; unknown ones are empty."""
+        """A row of a table: label, allocated at start and end, its peak, reserved peak."""
         sizes = (
             self.start.allocated_bytes,
             self.end.allocated_bytes,
@@ -210,7 +210,10 @@ class StepMemory(Printable):
 
     @cached_property
     def always_held_bytes(self) -> int | None:
-        """As `held_bytes`, but the smallest sum: what is live throughout the step."""
+        """What parameters, buffers, gradients and optimizer state hold throughout the step.
+
+        It is their sum at the boundary where it is smallest; None if not counted.
+        """
         return min(self._held_at_boundaries, default=None)
 
     @cached_property

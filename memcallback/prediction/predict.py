@@ -36,9 +36,9 @@ def predict(
 
     A copy of the step is traced with fake tensors. From three traces the prediction knows every
     batch size. If the step gives a `sequence_length`, it takes eight and knows other lengths too. A
-    trace runs the step's own Python code, without its computations, in a child process that cannot
-    change anything outside of itself: no variable, file, connection or random number generator of
-    this program.
+    trace runs the step's own Python code, without its computations. On Linux it runs in a child
+    process that is kept from changing, by accident, anything outside of itself: a variable, a file,
+    a connection or a random number generator of this program. It is no sandbox.
 
     If `device` is only a size of memory, the step is predicted with two architectures, an A100's
     and an H100's, as `suggest_batch_size` does. The prediction is the one that leaves less room.
@@ -50,7 +50,8 @@ def predict(
             default the CUDA device of this machine.
         batch_size: Samples in the batch; by default as many as it has.
         sequence_length: How long the batch's sequences are; by default as long as the step says.
-        settings: The settings of the card's allocator; by default those of this process's
+        settings: The settings of the card's allocator, an `AllocatorSettings` of
+            `memcallback.prediction.allocator.settings`; by default those of this process's
             environment (PYTORCH_CUDA_ALLOC_CONF).
         progress: A function that is called with the number of finished traces and the total number,
             after each trace but the last and every two seconds during a long one. By default a

@@ -517,9 +517,9 @@ class Prediction(Printable):
 
     @property
     def limit(self) -> int | None:
-        """The largest batch size that fits with nothing kept free, below the first known to fail.
+        """The largest batch size that fits with nothing kept free; no smaller one is known to fail.
 
-        0 if none fits; None if unknown or unlimited.
+        A larger one may fit again. 0 if none fits; None if unknown or unlimited.
         """
         return self.limits.at_all if self.limits else None
 

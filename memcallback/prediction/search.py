@@ -88,7 +88,7 @@ class Limits:
     """The largest batch sizes that fit, all but one with nothing kept free.
 
     Attributes:
-        at_all: The largest that fits, below the first known to fail; 0 if none does; None if
+        at_all: The largest that fits; no smaller one is known to fail. 0 if none does; None if
             unknown or unlimited.
         without_retry: The largest up to `at_all` for which the allocator never frees its cache to
             make room.

@@ -97,7 +97,8 @@ class MemoryRecorder:
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
         TypeError: If it is not a whole number.
-        MeterUnavailableError: If the device cannot be read.
+        MeterUnavailableError: If the device cannot be read. It is a `RuntimeError`, of
+            `memcallback.devices.meters`.
 
     Examples:
         >>> model = torch.nn.Linear(10, 1)
@@ -359,7 +360,8 @@ class MemoryRecorder:
                 that trains.
             headroom: The fraction of the capacity that the suggestion leaves free, at least 0 and
                 below 1.
-            bounds: What bounds the batch size besides memory, such as the size of the dataset.
+            bounds: What bounds the batch size besides memory, such as the size of the dataset: a
+                `BatchSizeBounds` of `memcallback.batch_size.bounds`.
             notes: More notes for the reader, one sentence each.
 
         Raises:

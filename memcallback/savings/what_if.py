@@ -56,8 +56,8 @@ def what_if(
 ) -> Plan:
     """Predict what each saving of memory would buy and cost.
 
-    Each row is a trace of the step with that saving, alone or with others. Nothing runs on a
-    device, and neither model nor optimizer is changed.
+    Each row predicts the step with that saving, alone or with others; nearly every row needs new
+    traces. Nothing runs on a device, and neither model nor optimizer is changed.
 
     Args:
         step: The step as it is.

@@ -190,7 +190,8 @@ class Ranks:
             forward pass; its `step(loss, batch)` runs both passes of all microbatches.
 
         Raises:
-            PipelineError: For a pipeline with a PyTorch that is too old for it.
+            PipelineError: For a pipeline with a PyTorch that is too old for it. It is a
+                `ValueError`, of `memcallback.step.pipeline`.
         """
         if self.strategy == "pipeline" and (needed := newer_torch_needed()):
             raise PipelineError(
