@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from compiled_cases import CASES
@@ -42,26 +43,31 @@ NUM_UPDATES = 4
 def measured(name: str) -> dict[str, int | None]:
     """Peak allocated and reserved in the last update of a training, and reserved before."""
     case = CASES[name]
+    case.set_up()
     model = case.model().cuda()
     trained = case.compiled(model)
     on_host = case.batch()
     optimizer = case.optimizer(model.parameters())
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(case.precision)
     scaler = torch.amp.GradScaler("cuda", enabled=case.precision == "16-mixed")
-    most: list[int] = []
-    batches = [on_host] * NUM_UPDATES
-    if case.another is not None:
-        batches.insert(1, case.another())
-    for batch in batches:
-        torch.cuda.reset_peak_memory_stats()
-        batch = tree_map_only(torch.Tensor, torch.Tensor.cuda, batch)
+
+    def update(batch: Any) -> None:
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             loss = case.loss(trained, batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        del loss, batch
+
+    if case.is_whole:
+        update = torch.compile(update)
+    most: list[int] = []
+    batches = [on_host] * NUM_UPDATES
+    if case.another is not None:
+        batches.insert(1, case.another())
+    for batch in batches:
+        torch.cuda.reset_peak_memory_stats()
+        update(tree_map_only(torch.Tensor, torch.Tensor.cuda, batch))
         most.append(torch.cuda.max_memory_reserved())
     return {
         "allocated": torch.cuda.max_memory_allocated(),
@@ -74,6 +80,7 @@ def measured(name: str) -> dict[str, int | None]:
 
 def predicted(name: str, device: str) -> dict[str, int]:
     """What is predicted of the same."""
+    CASES[name].set_up()
     step = CASES[name].step()
     prediction = mc.predict(step, device=device)
     as_eager = [one for one in prediction.caveats if "without compilation" in one]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from models.workloads import WORKLOADS
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
@@ -31,10 +33,14 @@ class Block(nn.Module):
         """Attention and a perceptron."""
         parts = self.project(self.norm(x)).chunk(3, -1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
+        attended = self.attend(query, key, value)
         x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
         x = x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
         return x
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Attention of each word to the words before it, with dropout."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.1)
 
 
 class Decoder(nn.Module):
@@ -47,11 +53,12 @@ class Decoder(nn.Module):
         is_checkpointed: bool = False,
         width: int = 384,
         words: int = 5000,
+        block: type[Block] = Block,
     ) -> None:
         super().__init__()
         self.is_checkpointed = is_checkpointed
         self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.layers = nn.ModuleList(Block(width, 6) for _ in range(3))
+        self.layers = nn.ModuleList(block(width, 6) for _ in range(3))
         self.norm, self.breaks = nn.LayerNorm(width), breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +73,57 @@ class Decoder(nn.Module):
                 torch._dynamo.graph_break()
         scores: torch.Tensor = self.head(self.norm(hidden))
         return scores
+
+
+class FlexBlock(Block):
+    """A block whose attention has a bias by distance, which `flex_attention` fuses."""
+
+    call: Any = staticmethod(flex_attention)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Attention of each word to the words before it."""
+        return self.call(query, key, value, score_mod=alibi)
+
+
+class FlexAloneBlock(FlexBlock):
+    """The same, with nothing compiled but that attention."""
+
+    call = staticmethod(torch.compile(flex_attention))
+
+
+class MaskedBlock(FlexAloneBlock):
+    """The same with a mask, which is made in each step."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Attention of each word to the words before it."""
+        length = query.shape[2]
+        mask = create_block_mask(causal, None, None, length, length, device=query.device.type)
+        return self.call(query, key, value, block_mask=mask)
+
+
+def causal(sample: Any, head: Any, query: Any, key: Any) -> Any:
+    """Whether a word is seen."""
+    return query >= key
+
+
+def alibi(score: Any, sample: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    """A score that falls with the distance; none for words that follow."""
+    return torch.where(query >= key, score + (key - query) * torch.exp2(-head), -float("inf"))
+
+
+class Scaled(nn.Module):
+    """Linear layers with a Triton kernel of its own between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale what is between the layers."""
+        from triton_kernel import scale
+
+        hidden: torch.Tensor = self.down(F.gelu(scale(self.up(x), 0.5)))
+        return hidden
 
 
 class Residual(nn.Module):
@@ -165,7 +223,14 @@ def _words(number: int = 8) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A step, what of it is compiled, and the batch of its second update if that is another."""
+    """A step, what of it is compiled, and the batch of its second update if that is another.
+
+    Attributes:
+        is_whole: Whether the training compiles a function of the whole update, with the backward
+            pass. PyTorch compiles what is before that pass and what is after it: the loss and the
+            optimizer's update, and so it is predicted.
+        settings: Values of PyTorch's settings, by their full name.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
@@ -174,14 +239,22 @@ class Case:
     compiled: Callable[[Any], Any] = torch.compile
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     another: Callable[[], Any] | None = None
+    is_whole: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def set_up(self) -> None:
+        """Set PyTorch's settings in this process."""
+        for name, value in self.settings.items():
+            module, _, attribute = name.rpartition(".")
+            setattr(import_module(module), attribute, value)
 
     def step(self) -> mc.TrainingStep:
         """The step, to be predicted."""
         return mc.TrainingStep(
             self.compiled(self.model()),
             self.batch(),
-            loss=self.loss,
-            optimizer=self.optimizer,
+            loss=torch.compile(self.loss) if self.is_whole else self.loss,
+            optimizer=CompiledAdamW if self.is_whole else self.optimizer,
             precision=self.precision,
         )
 
@@ -202,6 +275,9 @@ def _workload(architecture: str, precision: str = "32-true", **options: Any) -> 
     workload = WORKLOADS[architecture]
     return Case(workload.model, workload.batch, workload.losses[0], precision, **options)
 
+
+_BUDGET = "torch._functorch.config.activation_memory_budget"
+_COMPILED_AUTOGRAD = "torch._dynamo.config.compiled_autograd"
 
 CASES: dict[str, Case] = {
     "perceptron": _perceptron(),
@@ -308,5 +384,31 @@ CASES: dict[str, Case] = {
     ),
     "decoder, bf16, graphs, after another size": _decoder(
         compiled=with_graphs, another=partial(_words, 5)
+    ),
+    "decoder, bf16, flex attention": _decoder(model=partial(Decoder, block=FlexBlock)),
+    "decoder, bf16, flex attention, graphs": _decoder(
+        model=partial(Decoder, block=FlexBlock), compiled=with_graphs
+    ),
+    "perceptron, fullgraph": _perceptron(compiled=partial(torch.compile, fullgraph=True)),
+    "perceptron, Triton kernel": _perceptron(model=Scaled),
+    "perceptron, bf16, Triton kernel, graphs": _perceptron(
+        "bf16-mixed", model=Scaled, compiled=with_graphs
+    ),
+    "perceptron, whole update": _perceptron(compiled=not_compiled, is_whole=True),
+    "decoder, bf16, whole update": _decoder(compiled=not_compiled, is_whole=True),
+    "decoder, bf16, budget 0.5": _decoder(settings={_BUDGET: 0.5}),
+    "decoder, bf16, budget 0": _decoder(settings={_BUDGET: 0.0}),
+    "resnet18, bf16, budget 0.5": _workload("resnet18", "bf16-mixed", settings={_BUDGET: 0.5}),
+    "perceptron, whole update, compiled autograd": _perceptron(
+        compiled=not_compiled, is_whole=True, settings={_COMPILED_AUTOGRAD: True}
+    ),
+    "decoder, bf16, whole update, compiled autograd": _decoder(
+        compiled=not_compiled, is_whole=True, settings={_COMPILED_AUTOGRAD: True}
+    ),
+    "decoder, bf16, flex attention by itself": _decoder(
+        model=partial(Decoder, block=FlexAloneBlock), compiled=not_compiled
+    ),
+    "decoder, bf16, flex attention with a mask by itself": _decoder(
+        model=partial(Decoder, block=MaskedBlock), compiled=not_compiled
     ),
 }

@@ -44,8 +44,7 @@ def trained(tmp_path, accelerator, options, with_callback):
 @pytest.mark.parametrize(
     ("accelerator", "options"),
     [
-        # Inductor's C++ takes minutes to compile; what comes before it is the same.
-        ("cpu", {"backend": "aot_eager"}),
+        ("cpu", {}),
         pytest.param("gpu", {}, marks=pytest.mark.cuda),
         pytest.param("gpu", {"mode": "reduce-overhead"}, marks=pytest.mark.cuda),
     ],

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from memcallback.cuda.decompositions.registry import is_compiling
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
 
@@ -61,7 +62,14 @@ def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
         outputs = attention.apply(len(trained), query, key, value, *trained, *kept)
         return outputs[:num_outputs]
 
-    yield module, "flex_attention_hop", operator
+    # Patched in its class, so that PyTorch's compiler finds the operator itself.
+    kind: Any = type(module.flex_attention_hop)
+    call = kind.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs) if is_compiling() else operator(*args, **kwargs)
+
+    yield kind, "__call__", called
     if hasattr(module, "_warn_once"):
         # PyTorch would advise to compile the call even if it is: a trace compiles nothing.
         yield module, "_warn_once", lambda *args, **kwargs: None

@@ -153,12 +153,21 @@ def _fake_patches() -> Iterator[Patch]:
     yield FakeTensor, "__torch_dispatch__", classmethod(of_fake)
     yield FakeTensorMode, "dispatch", of_mode
     yield proxy_tensor, "proxy_call", of_proxy
+    # flex_attention asks for the device type of its inputs, which PyTorch has wrapped by then.
+    yield torch, "get_autocast_dtype", _autocast_dtype(torch.get_autocast_dtype)
     # `torch.tensor` would make its numbers on the device itself.
     yield FakeTensorMode, "avoid_device_init", property(lambda self: True)
     yield fake_tensor, "init_gpu_context", lambda device: None
     yield torch._C, "_conv_determine_backend_memory_format", _convolution_format
     for kind in ("meta", "cuda", "cpu"):
         yield FakeTensor, f"is_{kind}", property(partial(_is_on, kind))
+
+
+def _autocast_dtype(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    def dtype_of(device_type: str) -> torch.dtype:
+        return original("cuda" if device_type == "meta" else device_type)
+
+    return dtype_of
 
 
 def _convolution_format(
@@ -248,6 +257,8 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     yield folder, "_deduce_value", _deduced_on_host(folder._deduce_value)
     # Measuring decides, unless it has decided before.
     yield _of("_inductor.fx_passes.pad_mm"), "get_cached_should_pad", unpadded
+    # Kernels from templates, as flex_attention's, are written to files to be measured.
+    yield _of("_inductor.select_algorithm"), "PyCodeCache", SimpleNamespace(load=_not_written)
     # It writes down the graph for bug reports, and asks a compiler for its version.
     yield _of("_dynamo.repro.after_aot"), "save_graph_repro", lambda *args, **kwargs: None
     yield scheduler, "has_triton", lambda *args: True
@@ -265,6 +276,10 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     # A trace has a function in its place, and Dynamo asks what is one.
     yield torch.cuda, "StreamContext", type("StreamContext", (), {})
     _of("_inductor.runtime.hints").DeviceProperties.create.cache_clear()
+
+
+def _not_written(*args: Any) -> Any:
+    return SimpleNamespace(__file__="", key="")
 
 
 def _deduced_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
