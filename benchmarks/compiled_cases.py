@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from models.workloads import WORKLOADS
+from programs import Program, own_loss
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -276,6 +277,16 @@ def _workload(architecture: str, precision: str = "32-true", **options: Any) -> 
     return Case(workload.model, workload.batch, workload.losses[0], precision, **options)
 
 
+def _program(name: str, **options: Any) -> Case:
+    """A model of a library, with AdamW; its file is imported when it is made."""
+
+    def program() -> Program:
+        made: Program = import_module(f"programs.{name}").make()
+        return made
+
+    return Case(lambda: program().model, lambda: program().batch, own_loss, "bf16-mixed", **options)
+
+
 _BUDGET = "torch._functorch.config.activation_memory_budget"
 _COMPILED_AUTOGRAD = "torch._dynamo.config.compiled_autograd"
 
@@ -411,4 +422,13 @@ CASES: dict[str, Case] = {
     "decoder, bf16, flex attention with a mask by itself": _decoder(
         model=partial(Decoder, block=MaskedBlock), compiled=not_compiled
     ),
+    "llama, bf16": _workload("llama", "bf16-mixed"),
+    "llama, bf16, graphs": _workload("llama", "bf16-mixed", compiled=with_graphs),
+    "gpt2-lora, bf16": _workload("gpt2-lora", "bf16-mixed"),
+    "mlp-mixer, 16": _workload("mlp-mixer", "16-mixed"),
+    "speech-ctc, bf16": _workload("speech-ctc", "bf16-mixed"),
+    "mlp-mixer, 16, graphs": _workload("mlp-mixer", "16-mixed", compiled=with_graphs),
+    "Qwen3, bf16": _program("qwen3"),
+    "masked autoencoder, bf16": _program("vit_mae"),
+    "Whisper, bf16": _program("whisper"),
 }

@@ -55,9 +55,9 @@ class BatchSizeAdvice(Printable):
     """The largest batch size that stays within a device's memory, in plain numbers.
 
     Attributes:
-        batch_size: The suggestion: the largest within the bounds; 0 if not even one sample is sure
-            to fit.
-        largest: The most samples that are sure to fit, with the headroom; 0 if not even one is.
+        batch_size: The suggestion: the largest within the bounds; 0 if not even one sample fits.
+        largest: The most samples that fit, with the headroom, if what was assumed (`caveats`)
+            holds; 0 if not even one fits. If `is_measured`, they are sure to fit, and more may fit.
         limit: The most samples that fit with nothing kept free. No smaller size is known to fail;
             a larger one may fit again. None if unlimited, if no step was traced, or if each size
             takes a trace.
@@ -86,7 +86,7 @@ class BatchSizeAdvice(Printable):
         leaves_out: What is not included, as parts of a sentence.
         architecture_of: The card whose architecture was assumed for workspaces and kernels, if only
             a capacity was given; else None.
-        caveats: What else was assumed of the device, one sentence each.
+        caveats: What was assumed of the step and of the device, one sentence each.
         by_sequence_length: The batch size for sequences of each of these lengths, where they were
             asked for; the advice itself is for the longest.
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
@@ -133,7 +133,7 @@ class BatchSizeAdvice(Printable):
 
     @property
     def largest_in_bounds(self) -> int:
-        """The most samples that are sure to fit, within `max_batch_size` and the dataset."""
+        """The `largest`, within `max_batch_size` and the dataset."""
         most = self.bounds.most
         return self.largest if most is None else min(self.largest, most)
 

@@ -21,6 +21,7 @@ from memcallback.core.types import Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import Device, DeviceSpec
+from memcallback.prediction.batch_trace import ONLY
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays, Limits, budget
@@ -189,8 +190,9 @@ def estimate(
     Without a trace, a measured steady step bounds the peak from above. At each moment of a step,
     memory is a straight line over the batch size, so the peak is convex:
 
-    - For larger batches, all of the peak grows, except memory that is persistent
-      throughout the step (gradients are not, where they are cleared before the activations come).
+    - For larger batches, all of the peak of the other phases grows, except memory that is
+      persistent throughout the step (gradients are not, where they are cleared before the
+      activations come). What an update itself makes does not grow.
     - For smaller batches, (peak - peak of an empty batch) shrinks in proportion. The empty-batch
       peak is at least the optimizer step's and, if predicted, all memory independent of the batch
       (autocast's copies of the weights). No more is saved than autograd keeps of each sample.
@@ -250,7 +252,8 @@ def estimate(
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=f"The peaks follow from the {counts} memory measured on this device"
+        basis=f"The peaks follow from the {counts} memory measured on this device at one batch "
+        "size, so a larger batch may fit, too"
         if is_measured
         else f"The peaks are predicted by the {law.source if law else ''}",
         leaves_out=tuple(leaves_out),
@@ -383,7 +386,11 @@ def estimate_from_trace(
         basis=basis,
         leaves_out=tuple(leaves_out),
         architecture_of=_architecture_of(predicted, capacity_bytes),
-        caveats=predicted.device.caveats,
+        caveats=tuple(
+            caveat
+            for caveat in dict.fromkeys((*predicted.trace.caveats, *predicted.device.caveats))
+            if not caveat.startswith(ONLY)  # other sizes were traced
+        ),
     )
 
 

@@ -150,13 +150,26 @@ def measured_line(
         law = predicted_line(predicted)
         without_samples = max(floor, min(peak, ceil(law.at(0) * per_allocated)))
         decline = predicted.input.per_sample_bytes + predicted.saved.per_sample_bytes
+    most_with_samples = min(peak, ceil(_peak_with_samples(step) * per_allocated))
     return PeakLine(
         batch_size=step.batch_size,
         peak_bytes=peak,
-        growth_bytes=-(-max(0, peak - persistent) // step.batch_size),
+        growth_bytes=-(-max(0, most_with_samples - persistent) // step.batch_size),
         decline_bytes=min((peak - without_samples) // step.batch_size, decline),
         floor_bytes=floor,
     )
+
+
+def _peak_with_samples(step: StepMemory) -> int:
+    """The most allocated but for what an update itself makes, which no batch size changes."""
+    sizes = (
+        window.start.allocated_bytes
+        if window.covers == (Phase.OPTIMIZER_STEP,)
+        else window.peak_allocated_bytes
+        for window in step.windows
+    )
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(step.windows) else step.peak_allocated_bytes or 0
 
 
 def predicted_line(prediction: TextbookPrediction) -> PeakLine:

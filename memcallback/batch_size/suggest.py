@@ -27,9 +27,9 @@ from memcallback.devices.local import LocalMemory, local_memory, outside_memory
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.architectures import would_fit
-from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace
+from memcallback.prediction.batch_trace import ONLY, BatchDependentPath, BatchTrace
 from memcallback.prediction.length_trace import UnknownSequenceLength
-from memcallback.prediction.predict_here import ONLY, Traces, predict_here
+from memcallback.prediction.predict_here import Traces, predict_here
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.holdings import bucket_bytes

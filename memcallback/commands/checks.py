@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from memcallback.commands.answer import versions
@@ -54,28 +53,31 @@ def refuse_checks(arguments: argparse.Namespace) -> None:
 
 
 def failed_checks(prediction: Prediction, arguments: argparse.Namespace) -> bool:
-    """Whether a check failed; those about the peak say on stderr why."""
+    """Whether a check failed; those about the peak say on stderr what they found."""
     if arguments.check and prediction.capacity_bytes is None:
         raise UsageError(
             f"--check cannot tell whether the step fits: the capacity of {prediction.device_name} "
             "is unknown. Give --max-peak with a size in its place, such as --max-peak 20GiB, or "
             "name a card."
         )
-    problems = [*_above_max_peak(prediction, arguments), *_above_baseline(prediction, arguments)]
-    for problem in problems:
-        print(f"memcallback: {problem}", file=sys.stderr)
-    return bool(problems) or (arguments.check and not prediction.fits)
+    compared, is_above = _with_baseline(prediction, arguments)
+    too_much = _above_max_peak(prediction, arguments)
+    for sentence in (*too_much, *compared):
+        print(f"memcallback: {sentence}", file=sys.stderr)
+    return bool(too_much) or is_above or (arguments.check and not prediction.fits)
 
 
-def _above_max_peak(prediction: Prediction, arguments: argparse.Namespace) -> Iterator[str]:
-    if arguments.max_peak is not None and prediction.peak_bytes > arguments.max_peak:
-        yield (
-            f"the peak, {format_bytes(prediction.peak_bytes)}, is above --max-peak "
-            f"{format_bytes(arguments.max_peak)}."
-        )
+def _above_max_peak(prediction: Prediction, arguments: argparse.Namespace) -> list[str]:
+    if arguments.max_peak is None or prediction.peak_bytes <= arguments.max_peak:
+        return []
+    return [
+        f"the peak, {format_bytes(prediction.peak_bytes)}, is above --max-peak "
+        f"{format_bytes(arguments.max_peak)}."
+    ]
 
 
-def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> Iterator[str]:
+def _with_baseline(prediction: Prediction, arguments: argparse.Namespace) -> tuple[list[str], bool]:
+    """How the peak compares with that of the baseline, and whether it is too far above."""
     from memcallback.prediction.prediction_diff import (
         CONDITIONS,
         PredictionDiff,
@@ -85,7 +87,7 @@ def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> It
 
     old = arguments.baseline
     if old is None:
-        return
+        return [], False
     diff = PredictionDiff(old, {**versions(), **prediction.to_dict()})
     if others := differing(diff.old, diff.new, CONDITIONS):
         raise UsageError(
@@ -94,12 +96,15 @@ def _above_baseline(prediction: Prediction, arguments: argparse.Namespace) -> It
         )
     allowed = arguments.tolerance or 0.0
     old_bytes, new_bytes = peak_bytes(diff.old), peak_bytes(diff.new)
-    if new_bytes > old_bytes * (1 + allowed):
-        yield (
-            f"the peak, {format_bytes(new_bytes)}, is {100 * new_bytes / old_bytes - 100:.1f} % "
-            f"above that of {old['path']}, {format_bytes(old_bytes)}; at most "
-            f"{100 * allowed:g} % is allowed. {' '.join((diff.verdict(), *diff.notes))}"
-        )
+    change = 100 * (new_bytes / old_bytes - 1)
+    than = f"{abs(change):.1f} % {'above' if change > 0 else 'below'}" if change else "the same as"
+    sentence = (
+        f"the peak, {format_bytes(new_bytes)}, is {than} that of {old['path']}, "
+        f"{format_bytes(old_bytes)}; at most {100 * allowed:g} % is allowed."
+    )
+    is_above = new_bytes > old_bytes * (1 + allowed)
+    grown = [diff.verdict(), *diff.notes] if is_above else []
+    return [" ".join([sentence, *grown])], is_above
 
 
 def _tolerance(text: str) -> float:

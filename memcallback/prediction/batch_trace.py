@@ -24,6 +24,8 @@ from memcallback.trace.traced_step import (
     item_text,
 )
 
+#: Begins the caveat that says why other batch sizes are unknown.
+ONLY = "Only batch size"
 #: A batch size so many times the largest traced is far from it.
 _FAR = 64
 

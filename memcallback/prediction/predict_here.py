@@ -18,7 +18,12 @@ from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
-from memcallback.prediction.batch_trace import BatchDependentPath, BatchTrace, is_same_path
+from memcallback.prediction.batch_trace import (
+    ONLY,
+    BatchDependentPath,
+    BatchTrace,
+    is_same_path,
+)
 from memcallback.prediction.length_trace import (
     LengthDependentPath,
     SequenceLengthTrace,
@@ -34,8 +39,6 @@ from memcallback.trace.traced_step import TracedStep
 _NUM_TRACES = 3
 #: With other sequence lengths: two batch sizes at two more, and one at a fourth.
 _NUM_TRACES_WITH_LENGTHS = _NUM_TRACES + 5
-#: Begins the caveat that says why other batch sizes are unknown.
-ONLY = "Only batch size"
 
 
 def predict_here(

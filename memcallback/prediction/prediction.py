@@ -236,7 +236,8 @@ class Prediction(Printable):
     def on(self, device: str | int | Device) -> Prediction:
         """The same trace on a device of another size: a replay, not a new trace.
 
-        A card of another architecture may allocate differently; that is not traced again.
+        Kernels stay those of the card that was traced. On a card of another architecture they may
+        need twice as much: predict anew for it.
 
         Args:
             device: A card by name or by size, such as `24GiB`; a size alone means the architecture

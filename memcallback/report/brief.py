@@ -250,6 +250,8 @@ def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
             else f"the whole training set ({largest})"
         )
         return f"{whole} fits with {kept_free}{by} {now}"
+    if advice.is_measured:
+        return f"{largest} is sure to fit with {kept_free} {now}; perhaps more does"
     return f"{largest} is the largest that fits with {kept_free}{by} {now}"
 
 

@@ -307,17 +307,16 @@ def _channels_last(model: nn.Module, batch: Any) -> Any:
 
 
 def _freezing(step: TrainingStep) -> Iterator[Saving]:
-    trained = _trained_modules(step.model)
-    if len(trained) < 2:
+    if len(_trained_modules(step.model)) < 2:
         return
+    last = visible_name(_last_layer(step.model))
     yield Saving(
         name="freeze all but the last layer",
         kind="freezing",
         group=SavingGroup.CHANGES_TRAINING,
         apply=partial(TrainingStep.varied, prepare=_frozen),
-        changes=f"only module {visible_name(trained[-1])!r} is trained",
-        line="model.requires_grad_(False)\n"
-        f'model.get_submodule("{visible_name(trained[-1])}").requires_grad_(True)',
+        changes=f"only module {last!r} is trained",
+        line=f'model.requires_grad_(False)\nmodel.get_submodule("{last}").requires_grad_(True)',
     )
 
 
@@ -330,8 +329,19 @@ def _trained_modules(model: nn.Module) -> list[str]:
     ]
 
 
+def _last_layer(model: nn.Module) -> str:
+    """The last trained module with a matrix, not a norm after it; else the last trained one."""
+    trained = _trained_modules(model)
+    with_matrix = (
+        name
+        for name in reversed(trained)
+        if any(weight.dim() > 1 for weight in model.get_submodule(name).parameters(recurse=False))
+    )
+    return next(with_matrix, trained[-1])
+
+
 def _frozen(model: nn.Module, batch: Any) -> Any:
-    last = model.get_submodule(_trained_modules(model)[-1])
+    last = model.get_submodule(_last_layer(model))
     model.requires_grad_(False)
     last.requires_grad_(True)
     return batch

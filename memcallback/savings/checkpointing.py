@@ -166,6 +166,11 @@ class Checkpointing:
         self._forwards = forwards
         self._apply()
 
+    def __repr__(self) -> str:
+        if not self.names:
+            return "<Checkpointing of no modules>"
+        return f"<Checkpointing of {listed(self.names) or 'the whole model'}>"
+
     def _apply(self) -> None:
         for forward in self._forwards:
             vars(forward.module)["forward"] = forward

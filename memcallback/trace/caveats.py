@@ -18,8 +18,8 @@ from memcallback.step.step import Step
 #: The newest PyTorch whose rules were read in its source or its machine code.
 _NEWEST_TORCH = (2, 13)
 _UNKNOWN_WORKSPACES = (
-    "Convolution workspaces are estimates. For cuDNN's own values install it (pip install "
-    "nvidia-cudnn-cu12) and turn benchmark mode off."
+    "Convolution workspaces are estimates. For cuDNN's own values install the version that your "
+    "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off."
 )
 _NO_DRIVER = (
     "No CUDA driver is installed, so cuDNN skipped some of its engines when it reported "
@@ -31,7 +31,7 @@ _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. On the card "
     "it may choose other algorithms: of 76 trainings with convolutions on an H100, 59 reserved "
     "within 5 % of the prediction, and one reserved 88 % more. Between versions of cuDNN, reserved "
-    "memory of convolution nets differed by -18 to +8 %."
+    "memory of published trainings of convolution nets differed by -18 to +8 %."
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "

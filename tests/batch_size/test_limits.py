@@ -94,3 +94,19 @@ def test_a_card_by_name_has_its_own_architecture(step):
     assert advice.architecture_of is None
     assert advice.caveats == ()
     assert "architecture" not in str(advice)
+
+
+def test_what_was_assumed_of_the_step_is_said_of_the_suggestion():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    step = mc.TrainingStep(
+        model, torch.zeros(4, 3, 32, 32), loss=lambda model, batch: model(batch).square().mean()
+    )
+    said = [
+        caveat
+        for caveat in mc.predict(step, device="NVIDIA L4").caveats
+        if caveat.startswith("Convolution workspaces are")
+    ]
+    assert len(said) == 1
+    advice = mc.suggest_batch_size(step, device="NVIDIA L4")
+    assert said[0] in advice.caveats
+    assert "Convolution workspaces are" in advice.to_text()

@@ -251,6 +251,22 @@ def test_memory_that_is_always_held_does_not_grow():
     assert largest(100 * MiB) == 200
 
 
+def test_what_an_update_makes_does_not_grow():
+    def largest(update):
+        # 100 samples take 100 MiB, and the update 400 MiB whatever the batch.
+        step = measured(400 * MiB, batch_size=100, allocated=100 * MiB, update=update)
+        return suggest(
+            measured=step,
+            predicted=None,
+            capacity_bytes=500 * MiB,
+            outside_bytes=0,
+            headroom=0,
+        ).largest
+
+    assert largest(400 * MiB) == 200
+    assert largest(None) == 125
+
+
 def test_both_a_step_and_its_validation_must_fit():
     training = estimate(measured=None, predicted=PREDICTED, **CAPACITY)
     validation = replace(training, largest=5, peaks=replace(training.peaks, shift_bytes=700 * MiB))

@@ -56,8 +56,21 @@ def base(predict, tmp_path):
 
 
 def test_a_peak_like_that_of_the_baseline_passes(predict, base):
-    base()
-    assert predict("--baseline", "base.json")[::2] == (0, "")
+    size = f"{base() / MiB:.2f} MiB"
+    code, _, err = predict("--baseline", "base.json")
+    assert code == 0
+    assert err == (
+        f"memcallback: the peak, {size}, is the same as that of base.json, {size}; at most 0 % is "
+        "allowed.\n"
+    )
+
+
+def test_growth_within_the_tolerance_passes_and_is_said(predict, base):
+    base(0.9)
+    code, _, err = predict("--baseline", "base.json", "--tolerance", "20%")
+    assert code == 0
+    assert "11.1 % above that of base.json" in err
+    assert err.endswith("at most 20 % is allowed.\n")
 
 
 def test_a_peak_above_the_baseline_exits_with_1_and_says_what_has_grown(predict, base):
@@ -79,7 +92,9 @@ def test_the_tolerance_says_how_far_above_the_baseline_is_allowed(tolerance, cod
 
 def test_a_smaller_peak_passes(predict, base):
     base(1.1)
-    assert predict("--baseline", "base.json")[0] == 0
+    code, _, err = predict("--baseline", "base.json")
+    assert code == 0
+    assert "9.1 % below that of base.json" in err
 
 
 def test_another_version_is_no_failure_but_is_named_in_one(predict, base):

@@ -457,6 +457,46 @@ def test_on_a_device_the_prediction_is_off_by_the_trainers_own_scalars(tmp_path,
 
 
 @pytest.mark.cuda
+# All three are PyTorch's, without us too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_on_a_device_a_model_that_the_trainer_compiles_is_predicted_compiled(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
+    train(tmp_path, callback, use_cpu=False, torch_compile=True, bf16=True)
+    torch._dynamo.reset()
+    measured, predicted = callback.report.measured, callback.report.prediction.step
+    assert any(caveat.startswith("Compiled code is") for caveat in callback.prediction.caveats)
+    for phase in measured.phases:
+        off = (
+            measured.phases[phase].peak_allocated_bytes
+            - predicted.phases[phase].peak_allocated_bytes
+        )
+        assert abs(off) <= 32 * 512, (phase, off)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+# PyTorch's, without us too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_a_wrapper_that_the_trainer_compiles_is_predicted_without_compilation(tmp_path):
+    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
+    train(
+        tmp_path,
+        callback,
+        use_cpu=False,
+        num_devices=2,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+    )
+    torch._dynamo.reset()
+    assert any("together with a wrapper around it" in note for note in callback.report.notes)
+    assert callback.report.prediction is not None
+
+
+@pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_on_several_devices_in_one_process_each_step_is_recorded_on_the_first(tmp_path):
     callback = mc.MemoryTrainerCallback(predict=False)

@@ -498,3 +498,13 @@ def test_a_number_of_segments_that_is_none_is_refused(options):
         TypeError, match=r"segments=.* for 'the model' must be a whole number\. Leave it out"
     ):
         mc.checkpoint(convolutions(), **options)
+
+
+def test_what_is_checkpointed_is_shown():
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)), nn.Linear(4, 1)
+    )
+    checkpointing = mc.checkpoint(model, ["0", "1"])
+    assert repr(checkpointing) == "<Checkpointing of '0', '1'>"
+    checkpointing.undo()
+    assert repr(checkpointing) == "<Checkpointing of no modules>"

@@ -537,3 +537,11 @@ def test_in_a_plain_loop_gradients_are_cleared_earlier_by_a_plain_line():
         row(mc.what_if(late, device=CARD), "zero_grad before forward").line
         == "optimizer.zero_grad()  # before the forward pass"
     )
+
+
+def test_the_last_layer_that_is_trained_alone_is_no_norm():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    small = mc.TrainingStep(model, torch.zeros(2, 8), loss=lambda model, batch: model(batch).sum())
+    freezing = row(mc.what_if(small, device=CARD), "freeze all but the last layer")
+    assert freezing.changes == "only module '1' is trained"
+    assert freezing.line.endswith('model.get_submodule("1").requires_grad_(True)')

@@ -9,6 +9,7 @@ from needs import needs_compilation
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
@@ -54,8 +55,9 @@ def said(prediction, start):
     return [caveat for caveat in prediction.caveats if caveat.startswith(start)]
 
 
-def test_a_compiled_module_is_predicted_as_it_ran_on_a_device():
-    prediction = predict(torch.compile(perceptron()))
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+def test_a_compiled_module_is_predicted_as_it_ran_on_a_device(options):
+    prediction = predict(torch.compile(perceptron(), **options))
     # Measured with PyTorch 2.11 on a virtual H200, in a process that found its code in the cache.
     assert prediction.peak_allocated_bytes == 403_895_296
     assert prediction.peak_reserved_bytes == 406_847_488
@@ -86,6 +88,49 @@ def test_a_compiled_forward_pass_is_predicted_compiled(mode):
     assert said(compiled, COMPILED)
     assert not said(compiled, AS_EAGER)
     assert compiled.peak_allocated_bytes < forward_pass(perceptron()).peak_allocated_bytes
+
+
+def test_what_compiled_autograd_would_change_is_said():
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        with_it = predict(torch.compile(perceptron()), 64)
+    without = predict(torch.compile(perceptron()), 64)
+    said_of_it = "torch._dynamo.config.compiled_autograd is set"
+    assert [len(said(each, said_of_it)) for each in (with_it, without)] == [1, 0]
+
+
+class Attending(nn.Module):
+    """Causal attention with a bias by distance."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.join = nn.Linear(1024, 3 * 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        query, key, value = (
+            part.unflatten(-1, (16, 64)).transpose(0, 1)[None]
+            for part in self.project(x).chunk(3, -1)
+        )
+        attended = flex_attention(query, key, value, score_mod=alibi)
+        return self.join(attended[0].transpose(0, 1).flatten(1))
+
+
+def alibi(score, sample, head, query, key):
+    return torch.where(query >= key, score + (key - query) * torch.exp2(-head), -float("inf"))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_flex_attention_inside_of_compiled_code_is_compiled_with_it(precision):
+    step = mc.TrainingStep(
+        torch.compile(Attending(), fullgraph=True),
+        torch.zeros(1024, 1024),
+        loss=squares,
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+    )
+    prediction = mc.predict(step, device=CARD)
+    assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
+    assert not said(prediction, "flex_attention is predicted as torch.compile runs it")
 
 
 class Broken(nn.Module):

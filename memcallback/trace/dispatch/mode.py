@@ -443,7 +443,10 @@ class TraceMode(FakeTensorMode):
         value = placeholder_value(call, self.ledger.find(call.args[0]))
         # The optimizer reads counts of steps, and the scaler's search for infinities.
         if self.ledger.phase is not Phase.OPTIMIZER_STEP:
-            self.assumed[f"{call.operator} reads a value: {value!r} was assumed."] = None
+            self.assumed[
+                f"The step's code reads a value of a tensor, which is unknown here: {value!r} was "
+                f"assumed ({call.operator})."
+            ] = None
         return value
 
     def _is_on_host(self, call: OpCall) -> bool:

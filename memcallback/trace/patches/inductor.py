@@ -278,7 +278,7 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     _of("_inductor.runtime.hints").DeviceProperties.create.cache_clear()
 
 
-def _not_written(*args: Any) -> Any:
+def _not_written(*args: Any, **kwargs: Any) -> Any:
     return SimpleNamespace(__file__="", key="")
 
 
