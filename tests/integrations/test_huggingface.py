@@ -137,6 +137,33 @@ def test_a_model_that_the_trainer_compiles_is_recorded_and_compiled_as_often(tmp
     assert without["stats"]["unique_graphs"] >= 1
 
 
+class Wrapper(torch.nn.Module):
+    """Calls the model, as DistributedDataParallel does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+class Wrapping(Trainer):
+    def _wrap_model(self, model, training=True, dataloader=None):
+        return torch.compile(Wrapper(model), backend="aot_eager")
+
+
+# PyTorch's compiler warns so without us too.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_wrapper_that_the_trainer_compiles_is_predicted_without_compilation(tmp_path):
+    callback = mc.MemoryTrainerCallback()
+    train(tmp_path, callback, kind=Wrapping)
+    torch._dynamo.reset()
+    assert labels(callback) == [[F, B, O]] * 6
+    assert any("together with a wrapper around it" in note for note in callback.report.notes)
+    assert callback.report.prediction is not None
+
+
 def test_no_more_is_suggested_than_the_training_set_has(trained):
     callback, trainer, _ = trained
     assert callback.report.advice.bounds.dataset_size == len(trainer.train_dataset)
@@ -474,26 +501,6 @@ def test_on_a_device_a_model_that_the_trainer_compiles_is_predicted_compiled(tmp
             - predicted.phases[phase].peak_allocated_bytes
         )
         assert abs(off) <= 32 * 512, (phase, off)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-# PyTorch's, without us too.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_a_wrapper_that_the_trainer_compiles_is_predicted_without_compilation(tmp_path):
-    callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
-    train(
-        tmp_path,
-        callback,
-        use_cpu=False,
-        num_devices=2,
-        torch_compile=True,
-        torch_compile_backend="aot_eager",
-    )
-    torch._dynamo.reset()
-    assert any("together with a wrapper around it" in note for note in callback.report.notes)
-    assert callback.report.prediction is not None
 
 
 @pytest.mark.cuda
