@@ -136,9 +136,9 @@ class MemoryCallback(Callback):
         isolate: Whether to predict in a child process, as `memcallback.predict` does.
         timeout_s: Seconds, above 0, after which the child is killed.
         verbose: How much is printed. 0: nothing, but Python warnings are still given. 1: a report
-            of about 18 lines after the first steady step, and one line at the end, or more if
-            something has changed since. 2: also the long tables, by module too, and all that was
-            assumed.
+            of about 18 lines once a steady step is measured and the prediction is ready, and one
+            line at the end, or more if something has changed since. 2: also the long tables, by
+            module too, and all that was assumed.
 
     The savings `accumulate`, `amp` and `checkpoint` hold for one fit; afterwards Trainer and module
     are as before.
