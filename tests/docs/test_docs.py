@@ -32,6 +32,12 @@ from memcallback.step.importer import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Texts beside the pages: what they link to and name exists, and their programs are not run.
+TEXTS = [
+    *PAGES,
+    *sorted(set(ROOT.glob("*.md")) - set(PAGES)),
+    ROOT / "benchmarks" / "results" / "README.md",
+]
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>program|commands)(?:: (?P<needs>[\w, ]+))? -->\n)?"
     r"^```(?P<language>python|sh)\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
@@ -241,7 +247,7 @@ def test_no_page_hides_code_in_a_comment(page):
     assert [comment for comment in comments if "\n" in comment] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_file_that_a_page_links_to_is_there(page):
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\((?!https?://|#)([^)\s#]+)", prose)
@@ -258,7 +264,7 @@ def anchors_of(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_heading_that_a_page_links_to_is_there(page):
     links = re.findall(r"\]\((?!https?://)([^)\s#]*)#([^)\s]+)\)", prose_of(page))
     assert [
@@ -268,7 +274,7 @@ def test_every_heading_that_a_page_links_to_is_there(page):
     ] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_command_in_a_sentence_has_arguments_that_exist(page):
     commands = re.findall(r"`memcallback ([^`]+)`", prose_of(page))
     for command in commands:
@@ -287,7 +293,7 @@ def check_command(command):
                 raise
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_command_and_target_in_a_shell_block_exists(page):
     blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).splitlines()
@@ -299,14 +305,14 @@ def test_every_command_and_target_in_a_shell_block_exists(page):
     assert [target for target in named if target not in targets] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_name_of_the_package_in_a_sentence_exists(page):
     names = set(re.findall(r"`[^`\n]*?\b(?:mc|memcallback)\.(\w+)[^`\n]*`", prose_of(page)))
     named = {name for name in names if not hasattr(memcallback, name)}
     assert [name for name in named if not (ROOT / "memcallback" / name).is_dir()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_every_example_that_a_page_names_is_there(page):
     named = re.findall(r"`((?:examples|benchmarks)/[\w/]+\.(?:py|ipynb|sh))", page.read_text())
     assert [name for name in named if not (ROOT / name).is_file()] == []
