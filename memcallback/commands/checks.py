@@ -96,8 +96,14 @@ def _with_baseline(prediction: Prediction, arguments: argparse.Namespace) -> tup
         )
     allowed = arguments.tolerance or 0.0
     old_bytes, new_bytes = peak_bytes(diff.old), peak_bytes(diff.new)
-    change = 100 * (new_bytes / old_bytes - 1)
-    than = f"{abs(change):.1f} % {'above' if change > 0 else 'below'}" if change else "the same as"
+    change = 100 * (new_bytes / old_bytes - 1) if old_bytes else 100.0 * bool(new_bytes)
+    side = "above" if change > 0 else "below"
+    if new_bytes == old_bytes:
+        than = "the same as"
+    elif abs(change) < 0.05:
+        than = f"less than 0.05 % {side}"
+    else:
+        than = f"{abs(change):.1f} % {side}"
     sentence = (
         f"the peak, {format_bytes(new_bytes)}, is {than} that of {old['path']}, "
         f"{format_bytes(old_bytes)}; at most {100 * allowed:g} % is allowed."

@@ -37,7 +37,9 @@ _STOPPED = "PyTorch refuses that with an error"
 
 def compilation(step: TrainingStep) -> Iterator[Saving]:
     """Compiling what is not compiled, and smaller budgets for what is."""
-    is_compiled = any(map(has_compiled_code, step.model.modules()))
+    is_compiled = any(map(has_compiled_code, step.model.modules())) or any(
+        hasattr(loss, "_torchdynamo_orig_callable") for loss in step.losses
+    )
     if step.ranks is not None and step.ranks.strategy not in _STRATEGIES:
         return
     if not is_compiled and step.ranks is not None:

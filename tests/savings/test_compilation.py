@@ -121,6 +121,16 @@ def test_ranks_of_compiled_layers_have_budgets():
     assert {saving.activation_memory_budget for saving in savings} == {0.75, 0.5, 0.25, 0}
 
 
+def test_a_compiled_loss_has_budgets():
+    compiled = mc.TrainingStep(perceptron(), torch.zeros(8, 64), loss=torch.compile(squares))
+    assert {saving.activation_memory_budget for saving in compilation(compiled)} == {
+        0.75,
+        0.5,
+        0.25,
+        0,
+    }
+
+
 def test_ranks_that_were_not_compared_compiled_have_no_such_saving():
     job = mc.Ranks(2, "pipeline", n_microbatches=2)
     assert not list(compilation(step(layers()).varied(ranks=job)))

@@ -94,7 +94,7 @@ def test_what_compiled_autograd_would_change_is_said():
     with torch._dynamo.config.patch(compiled_autograd=True):
         with_it = predict(torch.compile(perceptron()), 64)
     without = predict(torch.compile(perceptron()), 64)
-    said_of_it = "torch._dynamo.config.compiled_autograd is set"
+    said_of_it = "Compiled autograd is on"
     assert [len(said(each, said_of_it)) for each in (with_it, without)] == [1, 0]
 
 
@@ -131,6 +131,37 @@ def test_flex_attention_inside_of_compiled_code_is_compiled_with_it(precision):
     assert said(prediction, COMPILED)
     assert not said(prediction, AS_EAGER)
     assert not said(prediction, "flex_attention is predicted as torch.compile runs it")
+
+
+class Halved(torch.autograd.Function):
+    """Halves its input, in the dtype of autocast."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, x):
+        return (x / 2).to(torch.get_autocast_dtype("cuda"))
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class Halving(nn.Module):
+    """Calls a function that asks for autocast's dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        return Halved.apply(self.layer(x))
+
+
+def test_code_that_asks_for_the_dtype_of_autocast_is_compiled():
+    prediction = predict(torch.compile(Halving(), fullgraph=True), 64)
+    assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
 
 
 class Broken(nn.Module):

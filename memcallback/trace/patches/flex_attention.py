@@ -21,10 +21,11 @@ from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
 
 _MODULE = "torch.nn.attention.flex_attention"
+#: The figures: "flex attention by itself" of benchmarks/compiled.py, 2026-11-27.
 _AS_COMPILED = (
     "flex_attention is predicted as torch.compile runs it; without torch.compile it also holds the "
-    "scores of all queries and keys. The prediction follows PyTorch's sources, and was not "
-    "compared with a recording."
+    "scores of all queries and keys. In two compiled trainings on a virtual H200 reserved memory "
+    "was as predicted, and allocated memory at most 1.5 KiB more."
 )
 
 
@@ -71,7 +72,7 @@ def flex_attention_patches(mode: TraceMode) -> Iterator[Patch]:
 
     yield kind, "__call__", called
     if hasattr(module, "_warn_once"):
-        # PyTorch would advise to compile the call even if it is: a trace compiles nothing.
+        # PyTorch would advise to compile the call, even where this stands for a compiled one.
         yield module, "_warn_once", lambda *args, **kwargs: None
 
 

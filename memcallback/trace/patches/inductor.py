@@ -8,7 +8,9 @@ the module that calls the kernels, runs in the trace (`generated_code`).
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,8 +155,9 @@ def _fake_patches() -> Iterator[Patch]:
     yield FakeTensor, "__torch_dispatch__", classmethod(of_fake)
     yield FakeTensorMode, "dispatch", of_mode
     yield proxy_tensor, "proxy_call", of_proxy
-    # flex_attention asks for the device type of its inputs, which PyTorch has wrapped by then.
-    yield torch, "get_autocast_dtype", _autocast_dtype(torch.get_autocast_dtype)
+    if (flex := sys.modules.get("torch._higher_order_ops.flex_attention")) is not None:
+        # Replaced there alone: Dynamo knows `torch.get_autocast_dtype` in programs by its identity.
+        yield flex, "torch", _TorchOfFlex()
     # `torch.tensor` would make its numbers on the device itself.
     yield FakeTensorMode, "avoid_device_init", property(lambda self: True)
     yield fake_tensor, "init_gpu_context", lambda device: None
@@ -163,11 +166,16 @@ def _fake_patches() -> Iterator[Patch]:
         yield FakeTensor, f"is_{kind}", property(partial(_is_on, kind))
 
 
-def _autocast_dtype(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
-    def dtype_of(device_type: str) -> torch.dtype:
-        return original("cuda" if device_type == "meta" else device_type)
+class _TorchOfFlex:
+    """What flex_attention's operator finds as `torch`; its inputs, wrapped by then, are on meta."""
 
-    return dtype_of
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        """That of the card."""
+        return torch.get_autocast_dtype("cuda" if device_type == "meta" else device_type)
 
 
 def _convolution_format(
@@ -258,7 +266,9 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     # Measuring decides, unless it has decided before.
     yield _of("_inductor.fx_passes.pad_mm"), "get_cached_should_pad", unpadded
     # Kernels from templates, as flex_attention's, are written to files to be measured.
-    yield _of("_inductor.select_algorithm"), "PyCodeCache", SimpleNamespace(load=_not_written)
+    templates = _of("_inductor.select_algorithm")
+    unwritten = {"load": staticmethod(_not_written)}
+    yield templates, "PyCodeCache", type("PyCodeCache", (templates.PyCodeCache,), unwritten)
     # It writes down the graph for bug reports, and asks a compiler for its version.
     yield _of("_dynamo.repro.after_aot"), "save_graph_repro", lambda *args, **kwargs: None
     yield scheduler, "has_triton", lambda *args: True
@@ -278,8 +288,8 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     _of("_inductor.runtime.hints").DeviceProperties.create.cache_clear()
 
 
-def _not_written(*args: Any, **kwargs: Any) -> Any:
-    return SimpleNamespace(__file__="", key="")
+def _not_written(code: str, *args: Any, **kwargs: Any) -> Any:
+    return SimpleNamespace(__file__="", key=hashlib.sha256(code.encode()).hexdigest())
 
 
 def _deduced_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
