@@ -215,15 +215,16 @@ class FittedBatchSize(Printable):
         validation = " and validation" if self.has_validation else ""
         ran = f"{self.num_updates} optimizer updates{validation}"
         budget_bytes = self.trials[-1].budget_bytes
-        less = [f"half of the {100 * self.headroom:g} % headroom"] if self.headroom else []
+        less = ""
+        if self.headroom:
+            less += f" minus {100 * self.headroom / 2:g} % (half of the headroom)"
         if self.outside_bytes:
-            less.append(f"{format_bytes(self.outside_bytes)} outside the allocator")
-        capacity = format_bytes(self.capacity_bytes)
-        capacity += f" less {' and less '.join(less)}" if less else ""
+            less += f" minus {format_bytes(self.outside_bytes)} used outside the allocator"
+        limit = format_bytes(budget_bytes)
+        limit += f", which is {format_bytes(self.capacity_bytes)}{less}" if less else ""
         return (
             f"Batch size {self.batch_size:,} (it was {self.previous_batch_size:,}) is the largest "
-            f"found to fit {self.device_name}. It ran for {ran} within "
-            f"{format_bytes(budget_bytes)} ({capacity})."
+            f"found to fit {self.device_name}. It ran {ran}. Limit: {limit}."
         )
 
     def document(self) -> Document:

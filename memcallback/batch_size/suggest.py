@@ -426,7 +426,7 @@ def _verified(
             why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
-            why = " (it did not at other batch sizes)"
+            why = " by a trace (at the sizes checked before, the step ran in another way)"
         prediction = predict_here(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )
@@ -434,9 +434,7 @@ def _verified(
         if another is None:
             break
         estimate = another
-    untried = (
-        f"a check that the step runs the same way at batch size {estimate.best_batch_size():,}{why}"
-    )
+    untried = f"a check of batch size {estimate.best_batch_size():,}{why}"
     return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 
 

@@ -39,14 +39,14 @@ example:
 """
 
 
-def add_step(parser: argparse.ArgumentParser) -> None:
+def add_step(parser: argparse.ArgumentParser, *, is_inference_allowed: bool = True) -> None:
     """The step: `package.module:make_step`."""
+    inference = " or an InferenceStep" if is_inference_allowed else ""
     parser.add_argument(
         "target",
         metavar="package.module:make_step",
-        help=f"{TARGET_HELP}: a function that returns a TrainingStep or, except for what-if, an "
-        "InferenceStep; or a LightningModule that has a train_dataloader; memcallback --help has "
-        "an example",
+        help=f"{TARGET_HELP}. The object is a function that returns a TrainingStep{inference}, or "
+        "a LightningModule that has a train_dataloader. memcallback --help has an example.",
     )
 
 

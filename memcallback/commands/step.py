@@ -161,7 +161,7 @@ def add_what_if(commands: Any) -> None:
         description="Predict a training step with each saving of memory, alone and together. "
         "No GPU is needed.",
     )
-    add_step(parser)
+    add_step(parser, is_inference_allowed=False)
     add_number(
         parser,
         "--batch-size",

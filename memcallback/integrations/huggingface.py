@@ -82,7 +82,8 @@ class MemoryTrainerCallback(TrainerCallback):
     go to the loggers that the Trainer's `report_to` names. With `report_to="none"` they go to a
     TensorBoard run in the folder `memcallback` under the Trainer's logging or output folder. The
     report is printed as soon as a steady step (one after an optimizer update) is recorded and the
-    prediction, if any, is there. One more line is printed at the end.
+    prediction, if any, is there. One more line is printed at the end, or several if something
+    changed.
 
     Args:
         batch_size: Samples in a batch of this process; by default inferred from the model's

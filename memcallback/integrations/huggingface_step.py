@@ -21,8 +21,8 @@ from memcallback.step.model import is_sharded
 from memcallback.step.training_step import TrainingStep
 
 _MORE_SAMPLES = (
-    "A batch of {} (per_device_train_batch_size) reaches the model as {} samples, such as both "
-    "halves of pairs. Batch sizes here are the model's: divide them by {} for the Trainer's."
+    "The Trainer's batch of {} becomes {} samples in the model, as with pairs. Batch sizes in the "
+    "report count the model's samples: divide by {} for per_device_train_batch_size."
 )
 #: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
 _STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")

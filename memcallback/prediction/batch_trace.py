@@ -293,13 +293,11 @@ class BatchTrace:
             )
 
     def _check_fails(self, batch_size: int, ours: str, theirs: str) -> BatchDependentPath:
-        through = (
-            "a straight line through two" if self.curvatures is None else "a parabola through three"
-        )
+        others = "two" if self.curvatures is None else "three"
         return BatchDependentPath(
-            f"the step does something else at another batch size: it has {theirs} at batch size "
-            f"{batch_size}, where {through} other batch sizes gives {ours}. Predict each batch "
-            "size from a trace of its own."
+            f"the step does something else at another batch size: at batch size {batch_size} it "
+            f"has {theirs}; from {others} other batch sizes, {ours} was expected. Predict each "
+            "batch size from a trace of its own."
         )
 
 

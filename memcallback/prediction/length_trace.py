@@ -22,6 +22,8 @@ from memcallback.trace.traced_step import TracedStep, event_text, is_same, item_
 
 #: Lengths stay as they are modulo this where they can: CUDA's attention kernels pad to it.
 _ALIGNMENT = 8
+_ANOTHER = "the step does something else at another sequence length: "
+_EACH = "Predict each sequence length from traces of its own."
 
 
 class LengthDependentPath(ValueError):
@@ -212,18 +214,15 @@ class SequenceLengthTrace:
         theirs = check.whole.events
         for position, (ours_here, theirs_here) in enumerate(zip_longest(ours, theirs)):
             if ours_here != theirs_here:
-                raise self._path_depends(
-                    length,
-                    event_text(self._longest.traced.trace.events, position),
-                    f"{event_text(theirs, position)} (a parabola over the sequence length gives "
-                    f"{event_text(ours, position)})",
+                raise LengthDependentPath(
+                    f"{_ANOTHER}at sequence length {length} it has {event_text(theirs, position)}; "
+                    f"from other lengths, {event_text(ours, position)} was expected. {_EACH}"
                 )
 
     def _path_depends(self, length: int, ours: str, theirs: str) -> LengthDependentPath:
         return LengthDependentPath(
-            f"the step does something else at another sequence length: it has {ours} at sequence "
-            f"length {self.sequence_length}, and {theirs} at sequence length {length}. "
-            "Predict each sequence length from traces of its own."
+            f"{_ANOTHER}at sequence length {self.sequence_length} it has {ours}, and at sequence "
+            f"length {length} {theirs}. {_EACH}"
         )
 
 

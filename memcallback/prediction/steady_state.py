@@ -115,8 +115,8 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
     if freed_bytes == left_bytes:
         return ()
     frees = (
-        f"frees {format_bytes(freed_bytes)} of older memory and leaves {format_bytes(left_bytes)} "
-        "behind"
+        f"frees {format_bytes(freed_bytes)} that was allocated before it, and keeps "
+        f"{format_bytes(left_bytes)} that it allocated itself"
     )
     if window.stage is not Stage.TRAINING:
         change = f"grows by {format_bytes(left_bytes - freed_bytes)} with each batch"
@@ -130,7 +130,7 @@ def growth(window: Window, freed: Sequence[Alloc], left: Sequence[Alloc]) -> tup
             f"{window.number}; num_batches chooses another.",
         )
     return (
-        f"Update {window.number} {frees}, so it differs from update {window.number - 1}. "
+        f"Update {window.number} {frees}. So memory changes from update to update. "
         f"The values shown are those of update {window.number}; later updates may differ.",
     )
 

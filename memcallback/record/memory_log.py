@@ -39,8 +39,9 @@ class MemoryLog:
     Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags), whose
     steps are optimizer updates. The report is printed as soon as a steady step (one after an
     optimizer update) is recorded and the prediction, if any, is there. One more line is printed
-    when the log is closed. In a job of several processes only rank zero writes and prints,
-    including the range of the peaks over the ranks. Make the log after `init_process_group`.
+    when the log is closed, or several if something changed. In a job of several processes only rank
+    zero writes and prints, including the range of the peaks over the ranks. Make the log after
+    `init_process_group`.
 
     As a context manager it closes itself. It is closed with its recorder too.
 

@@ -86,8 +86,8 @@ _UNCHECKED = (
 #: After how many tokens or batches the same kernels run again; some pad to multiples of 8.
 _PERIODS = (1, 8)
 _NOT_REGULAR = (
-    "The memory of the step's later {0} does not follow from the first ones: {1}. Give at most {2} "
-    "{0}: up to that number each one is traced."
+    "The memory of later {0} cannot be predicted from the first ones: {1}. Give at most {2} {0}; "
+    "then each one is traced."
 )
 #: Patches must be undone in the reverse order.
 _ONE_AT_A_TIME = threading.RLock()

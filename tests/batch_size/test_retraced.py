@@ -47,7 +47,7 @@ def test_it_says_what_was_traced_and_shows_those_sizes_alone(advice):
         "The peaks were simulated from a trace at each batch size that was tried."
         in advice.sentence()
     )
-    assert not any("check that the step runs the same way" in part for part in advice.leaves_out)
+    assert not any("a check " in part for part in advice.leaves_out)
     sizes = [size for size, _ in advice.curve]
     assert {2, advice.batch_size, advice.largest} <= set(sizes)
     assert len(sizes) <= 8

@@ -27,6 +27,8 @@ import pytest
 
 import memcallback
 from memcallback import cli
+from memcallback.devices.cards import CARDS
+from memcallback.devices.catalogue import find_device
 from memcallback.report import tags
 from memcallback.step.importer import UsageError
 
@@ -310,6 +312,21 @@ def test_every_name_of_the_package_in_a_sentence_exists(page):
     names = set(re.findall(r"`[^`\n]*?\b(?:mc|memcallback)\.(\w+)[^`\n]*`", prose_of(page)))
     named = {name for name in names if not hasattr(memcallback, name)}
     assert [name for name in named if not (ROOT / "memcallback" / name).is_dir()] == []
+
+
+def names_of_cards():
+    text = (ROOT / "docs" / "will-it-fit.md").read_text()
+    return re.findall("`(.+?)`", re.search(r"Known cards: (.+?)\.$", text, re.MULTILINE)[1])
+
+
+def test_the_page_of_predictions_lists_every_card():
+    assert sorted(names_of_cards()) == sorted(CARDS)
+
+
+@pytest.mark.parametrize("name", names_of_cards())
+def test_every_card_that_the_page_lists_is_known(name):
+    found = find_device(name).name
+    assert found in [card[0] for card in CARDS[name]]
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)

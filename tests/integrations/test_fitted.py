@@ -128,9 +128,9 @@ def test_the_text_says_what_was_tried_and_why_it_was_corrected():
     )
     text = found.to_text()
     assert " ".join(text.split()).startswith(
-        "Batch size 1,100 (it was 32) is the largest found to fit Tesla T4. It ran for 3 optimizer "
-        "updates and validation within 1000.00 MiB (1.56 GiB less half of the 5 % headroom and "
-        "less 512.00 MiB outside the allocator)."
+        "Batch size 1,100 (it was 32) is the largest found to fit Tesla T4. It ran 3 optimizer "
+        "updates and validation. Limit: 1000.00 MiB, which is 1.56 GiB minus 2.5 % (half of the "
+        "headroom) minus 512.00 MiB used outside the allocator."
     )
     assert (
         "Batch size 1,234 ran out of memory, and the error was caught: 617 was tried next." in text
@@ -175,7 +175,8 @@ def test_a_prediction_that_a_trial_has_corrected_is_called_so():
 
 def test_there_is_one_budget_on_screen():
     text = fitted(trial(1234, 1010 * MiB), trial(1190, 980 * MiB), headroom=0.0).to_text()
-    assert "within 1000.00 MiB (1.56 GiB less 512.00 MiB outside the allocator)" in text
+    limit = "Limit: 1000.00 MiB, which is 1.56 GiB minus 512.00 MiB used outside the allocator."
+    assert limit in " ".join(text.split())
     assert "more than the 1000.00 MiB that may be used" in " ".join(text.split())
 
 

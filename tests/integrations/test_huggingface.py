@@ -297,7 +297,7 @@ def test_samples_of_the_model_that_are_not_the_trainers_are_told(collator, times
     train(tmp_path, callback, trainer_options={"data_collator": collator})
     assert callback.report.measured.batch_size == 4 * times
     notes = " ".join(callback.report.notes)
-    assert ("reaches the model as 8 samples" in notes) == (times == 2)
+    assert ("becomes 8 samples in the model" in notes) == (times == 2)
 
 
 class HasBaseline(Trainer):

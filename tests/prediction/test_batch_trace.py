@@ -204,8 +204,8 @@ def test_a_size_that_is_no_line_through_whole_bytes_is_refused():
 def test_a_third_trace_must_come_out_to_the_byte():
     with pytest.raises(
         BatchDependentPath,
-        match=r"with 401 bytes at batch size 4, where a straight line through two other batch "
-        r"sizes gives .* with 400 bytes",
+        match=r"at batch size 4 it has .* with 401 bytes; from two other batch sizes, .* with 400 "
+        r"bytes was expected",
     ):
         BatchTrace.fit(step(2, 200), step(3, 300), step(4, 401))
 

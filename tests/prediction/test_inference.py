@@ -285,7 +285,7 @@ def test_batches_that_differ_in_more_than_size_are_refused_where_not_all_are_tra
             self.kept.append(x.new_zeros(self.calls**2))
             return super().forward(x)
 
-    with pytest.raises(mc.PredictionError, match=r"later batches does not follow from the first"):
+    with pytest.raises(mc.PredictionError, match=r"later batches cannot be predicted"):
         predicted(mc.InferenceStep(Alternates(), batch(), num_batches=100))
     assert predicted(mc.InferenceStep(Alternates(), batch(), num_batches=20)).steps
 

@@ -353,8 +353,8 @@ def test_a_suggestion_that_cannot_be_verified_says_so():
     step = make_step(AnotherPath(1000, fails=True), torch.ones(4, 1024))
     advice = mc.suggest_batch_size(step, device="4GiB")
     assert advice.leaves_out[-1] == (
-        f"a check that the step runs the same way at batch size {advice.batch_size:,}, "
-        "which cannot be traced (the largest traced is 11)"
+        f"a check of batch size {advice.batch_size:,}, which cannot be traced (the largest traced "
+        "is 11)"
     )
 
 

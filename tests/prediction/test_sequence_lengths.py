@@ -135,7 +135,7 @@ def test_where_the_path_depends_on_the_length_that_is_said():
     (caveat,) = (caveat for caveat in predicted.caveats if "sequence length" in caveat)
     assert caveat.startswith(
         "Only sequence length 64 is predicted. Any other length needs its own traces. The reason: "
-        "the step does something else at another sequence length: it has "
+        "the step does something else at another sequence length: at sequence length "
     )
     check(predicted.at(7), traced(make_step(64, 7, model=ChunkedHead(fused=True))))
     with pytest.raises(UnknownSequenceLength, match="traced at sequence length 64 only"):

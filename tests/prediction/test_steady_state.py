@@ -174,7 +174,7 @@ def test_memory_that_grows_is_not_repeated_and_said(slots, growth_bytes):
     )
     (caveat,) = growing.caveats
     assert caveat.startswith("Update 2 frees ")
-    assert " behind, so it differs from update 1. " in caveat
+    assert " that it allocated itself. So memory changes from update to update. " in caveat
 
 
 def test_what_is_left_in_other_pieces_is_not_repeated_and_needs_no_word():

@@ -77,9 +77,10 @@ class MemoryCallback(Callback):
 
     It also suggests the largest batch size.
 
-    The training does not change: weights, losses, random numbers, metrics and checkpoints are the
-    same with and without the callback, unless you turn on `fit_batch_size` or one of the savings
-    `accumulate`, `amp` and `checkpoint`. On CUDA a step costs five reads of the allocator's
+    The training does not change: weights, losses, random numbers, metrics, and the model and the
+    optimizers in checkpoints are the same with and without the callback, unless you turn on
+    `fit_batch_size` or one of the savings `accumulate`, `amp` and `checkpoint`. The callback adds
+    its own peaks to a checkpoint. On CUDA a step costs five reads of the allocator's
     counters. Values are logged at the Trainer's logging interval; the bytes in each category are
     counted on the steps of the first three updates and of every 50th after them. On a CPU only the
     steps of the first three updates and those that are logged are recorded. If the logging interval
@@ -89,7 +90,8 @@ class MemoryCallback(Callback):
     Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
     fsspec address. The report is printed as soon as a steady step (one after an optimizer update)
-    is recorded and the prediction, if any, is there. One more line is printed at the end.
+    is recorded and the prediction, if any, is there. One more line is printed at the end, or
+    several if something changed.
     In a job of several ranks each records itself; rank zero logs and prints for all, including
     the range over the ranks. A copy of the callback, by pickle too, has its settings and results.
 
