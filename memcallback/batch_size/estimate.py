@@ -238,8 +238,8 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "memory of the forward and backward pass that stays the same for smaller batches (only "
-            "a prediction can tell how much), so test the suggested batch size first"
+            "memory that does not shrink with the batch, which only a prediction knows: test the "
+            "suggested batch size first"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None
     counts = "reserved" if is_reserved else "allocated"
@@ -361,8 +361,8 @@ def estimate_from_trace(
         )
     elif is_read and most_outside_bytes is not None:
         leaves_out.append(
-            "the real size of the CUDA context, which is not open yet "
-            f"({format_bytes(outside_bytes)} are counted for it and for other processes{kept})"
+            "the real size of the CUDA context: it is not open yet "
+            f"({format_bytes(outside_bytes)} are assumed for it and for other processes{kept})"
         )
     if retraced is not None and retraced.cut_off is not None:
         leaves_out.append(f"batches above {retraced.cut_off:,}, which would take minutes to trace")

@@ -144,7 +144,7 @@ def test_on_a_card_of_this_machine_a_context_that_is_not_open_yet_is_assumed(mon
     before = advice()
     assert before.budget_bytes == mc.suggest_batch_size(step, device=card).budget_bytes == 7 * GiB
     assert any(
-        "the CUDA context, which is not open yet (512.00 MiB are counted for it and for other "
+        "the CUDA context: it is not open yet (512.00 MiB are assumed for it and for other "
         "processes; a context can be larger, so 1024.00 MiB in all are kept free)" in text
         for text in before.leaves_out
     )
@@ -359,5 +359,5 @@ def test_only_for_a_smaller_batch_is_it_unsure_what_fewer_samples_save(capacity,
         outside_bytes=0,
         headroom=0,
     )
-    unsure = "that stays the same for smaller batches"
+    unsure = "that does not shrink with the batch"
     assert any(unsure in text for text in advised.leaves_out) is is_uncertain

@@ -25,8 +25,8 @@ _OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 #: The figures: benchmarks/compiled_as_eager.py, 2026-11-27.
 _AS_EAGER = (
     "Compiled code ran as it would without compilation: {}. Compiled, it mostly needs less. Of 154 "
-    "measured steps one reserved 86 % more (its convolutions took other algorithms on an H100); "
-    "the others reserved at most 6 % more, or 17 % with CUDA graphs."
+    "measured steps one reserved 86 % more than this (its convolutions took other algorithms on an "
+    "H100). The others reserved at most 6 % more, or 17 % with CUDA graphs."
 )
 #: The figures: benchmarks/compiled.py on a virtual H200 and A100, 2026-11-25, on an H100 and, for
 #: steps that are tuned or change their size, on a virtual H200, 2026-11-26; of other kinds, on a
