@@ -238,7 +238,7 @@ def estimate(
         )
     elif largest < line.batch_size and law is None:
         leaves_out.append(
-            "memory that does not shrink with the batch, which only a prediction knows: test the "
+            "memory that does not shrink with the batch (only a prediction shows it), so test the "
             "suggested batch size first"
         )
     is_reserved = is_measured and measured is not None and measured.peak_reserved_bytes is not None

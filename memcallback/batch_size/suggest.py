@@ -426,7 +426,7 @@ def _verified(
             why = f", which cannot be traced (the largest traced is {largest:,})"
             break
         except BatchDependentPath:
-            why = " by a trace: at each size checked so far the step ran in another way"
+            why = " by a trace: at the sizes traced so far the step ran other operators"
         prediction = predict_here(
             step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
         )

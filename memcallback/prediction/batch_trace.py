@@ -349,7 +349,7 @@ def _shape_slopes(first: TracedStep, second: TracedStep) -> dict[int, tuple[floa
 
 def _path_depends(first: TracedStep, second: TracedStep, index: int) -> BatchDependentPath:
     return BatchDependentPath(
-        f"the step does something else at another batch size: it has {item_text(first, index)} at "
-        f"batch size {first.batch_size}, where it has {item_text(second, index)} at batch size "
-        f"{second.batch_size}. Predict each batch size from a trace of its own."
+        f"the step does something else at another batch size: at batch size {first.batch_size} it "
+        f"has {item_text(first, index)}, and at the same place at batch size {second.batch_size} "
+        f"{item_text(second, index)}. Predict each batch size from a trace of its own."
     )

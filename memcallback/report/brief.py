@@ -251,7 +251,7 @@ def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
         )
         return f"{whole} fits with {kept_free}{by} {now}"
     if advice.is_measured:
-        return f"at least {largest} fits with {kept_free} {now}"
+        return f"{largest} should fit with {kept_free} {now}, perhaps a larger one too"
     return f"{largest} is the largest that fits with {kept_free}{by} {now}"
 
 

@@ -30,9 +30,8 @@ _NO_DRIVER = (
 _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. On the card "
     "it may choose other algorithms: of 76 trainings with convolutions on an H100, 59 reserved "
-    "within 5 % of the prediction, and one reserved 88 % more. With another version of cuDNN, "
-    "the predicted reserved memory of published trainings of convolution nets changed by -18 to "
-    "+8 %."
+    "within 5 % of the prediction, and one reserved 88 % more. Another version of cuDNN changed "
+    "the predicted reserved memory of convolution nets by -18 to +8 %."
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "

@@ -127,7 +127,7 @@ class TraceMarks:
         if not operators:
             return ""
         return (
-            f"Before, {' and '.join(operators)} had a shape that depends on values, and the "
+            f"The shape of {' and '.join(operators)} depends on values, so before this error the "
             "largest possible was assumed. "
         )
 

@@ -156,18 +156,18 @@ def test_an_operator_is_asked_once_for_the_same_numbers():
     [
         (
             step(3, 100, 200, operators=["aten::mm", "aten::bmm"]),
-            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where "
-            "it has aten::bmm in module 'net.0' (backward)",
+            "at batch size 2 it has aten::mm in module 'net.0' (backward) with 200 bytes, and at "
+            "the same place at batch size 3 aten::bmm in module 'net.0' (backward)",
         ),
         (
             step(3, 100),
-            "it has aten::mm in module 'net.0' (backward) with 200 bytes at batch size 2, where "
-            "it has the freeing of aten::mm in",
+            "at batch size 2 it has aten::mm in module 'net.0' (backward) with 200 bytes, and at "
+            "the same place at batch size 3 the freeing of aten::mm in",
         ),
         (
             tiled(3),
-            "it has aten::mm in module 'net.0' (backward) with 100 bytes at batch size 2, where "
-            "it has a call of aten::sort in module",
+            "at batch size 2 it has aten::mm in module 'net.0' (backward) with 100 bytes, and at "
+            "the same place at batch size 3 a call of aten::sort in module",
         ),
     ],
     ids=["another operator", "an allocation less", "an operator with a rule only there"],
@@ -181,8 +181,8 @@ def test_a_phase_that_ends_earlier_at_another_batch_size_is_named_in_words():
     more = Alloc(20_000, 8, 0, Category.ACTIVATION, "aten::mul")
     longer = traced_step(3, num_steps=1, extra=[more])
     message = (
-        "it has the end of phase 'forward' at batch size 2, where it has aten::mul in the root "
-        "module (forward) with 8 bytes at batch size 3"
+        "at batch size 2 it has the end of phase 'forward', and at the same place at batch size 3 "
+        "aten::mul in the root module (forward) with 8 bytes"
     )
     with pytest.raises(BatchDependentPath, match=re.escape(message)):
         BatchTrace.fit(traced_step(2, num_steps=1), longer)
@@ -196,7 +196,7 @@ def test_rules_of_different_constants_are_another_path():
 def test_a_size_that_is_no_line_through_whole_bytes_is_refused():
     with pytest.raises(
         BatchDependentPath,
-        match=r"with 100 bytes at batch size 2, where it has .* with 101 bytes at batch size 4",
+        match=r"at batch size 2 it has .* with 100 bytes, and .* at batch size 4 .* 101 bytes",
     ):
         BatchTrace.fit(step(2, 100), step(4, 101))
 

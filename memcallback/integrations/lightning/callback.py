@@ -271,8 +271,8 @@ class MemoryCallback(Callback):
         self._unsharded = None
         if self._settings.predict:
             with faults_as_warnings(
-                "If the strategy shards the module, the step will not be predicted, because of an "
-                "error before the fit."
+                "An error occurred before the fit. If the strategy shards the module, its step "
+                "will not be predicted."
             ):
                 self._unsharded = copy_unsharded(trainer, pl_module)
 

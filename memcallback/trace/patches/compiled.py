@@ -33,7 +33,7 @@ _AS_EAGER = (
 #: virtual H200 and A100, 2026-11-27.
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
-    "values are for a training that finds this code in Inductor's cache. In 159 measured "
+    "values are for a training that finds this code in Inductor's cache. In 166 measured "
     "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
     "one that found the code, and at most 200 MiB more afterwards. If the batch size changes, as "
     "with a smaller last batch, PyTorch compiles again, with dynamic shapes: five such trainings "

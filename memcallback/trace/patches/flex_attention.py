@@ -23,9 +23,9 @@ from memcallback.trace.patches.patching import Patch
 _MODULE = "torch.nn.attention.flex_attention"
 #: The figures: "flex attention by itself" of benchmarks/compiled.py, 2026-11-27.
 _AS_COMPILED = (
-    "flex_attention is predicted as torch.compile runs it; without torch.compile it also holds the "
-    "scores of all queries and keys. In two such trainings on a virtual H200 reserved memory "
-    "was as predicted, and allocated memory at most 1.5 KiB more."
+    "flex_attention is predicted as torch.compile runs it. In two trainings that did so on a "
+    "virtual H200, reserved memory was as predicted and allocated memory at most 1.5 KiB more. "
+    "Without torch.compile, flex_attention also holds the scores of all queries and keys."
 )
 
 
