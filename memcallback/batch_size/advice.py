@@ -57,8 +57,8 @@ class BatchSizeAdvice(Printable):
     Attributes:
         batch_size: The suggestion: the largest within the bounds; 0 if not even one sample fits.
         largest: The most samples that fit, with the headroom, if what was assumed (`caveats`)
-            holds; 0 if not even one fits. If `is_measured`, this is a cautious estimate, which
-            assumes that memory grows in a straight line: more may fit.
+            holds; 0 if not even one fits. If `is_measured`, it assumes that memory grows in
+            a straight line: above the current size more may fit, below it perhaps less.
         limit: The most samples that fit with nothing kept free. No smaller size is known to fail;
             a larger one may fit again. None if unlimited, if no step was traced, or if each size
             takes a trace.

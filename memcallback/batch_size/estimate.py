@@ -252,8 +252,8 @@ def estimate(
         outside_bytes=outside_bytes,
         headroom=headroom,
         is_measured=is_measured,
-        basis=f"The peaks follow from the {counts} memory measured on this device at one batch "
-        "size, so a larger batch may fit, too"
+        basis=f"The peaks follow from the {counts} memory measured on this device at one batch size"
+        + (", so a larger batch may fit, too" if largest >= line.batch_size else "")
         if is_measured
         else f"The peaks are predicted by the {law.source if law else ''}",
         leaves_out=tuple(leaves_out),

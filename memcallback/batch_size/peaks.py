@@ -162,9 +162,11 @@ def measured_line(
 
 def _peak_with_samples(step: StepMemory) -> int:
     """The most allocated but for what an update itself makes, which no batch size changes."""
+    # An update that nothing marks a backward pass before may have that pass inside.
+    is_marked = any(Phase.BACKWARD in window.covers for window in step.windows)
     sizes = (
         window.start.allocated_bytes
-        if window.covers == (Phase.OPTIMIZER_STEP,)
+        if is_marked and window.covers == (Phase.OPTIMIZER_STEP,)
         else window.peak_allocated_bytes
         for window in step.windows
     )

@@ -369,7 +369,7 @@ def _in_both(training: Estimate, validation: Estimate) -> Estimate:
         leaves_out=tuple(
             NOT_IN_A_STEP if part == NOT_IN_TRAINING else part for part in training.leaves_out
         ),
-        caveats=caveats,
+        caveats=tuple(dict.fromkeys((*caveats, *validation.caveats))),
     )
 
 

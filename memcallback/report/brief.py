@@ -250,6 +250,8 @@ def _advice_text(advice: BatchSizeAdvice, report: Report) -> str:
             else f"the whole training set ({largest})"
         )
         return f"{whole} fits with {kept_free}{by} {now}"
+    if advice.is_measured and advice.largest < advice.current_batch_size:
+        return f"{largest} may fit with {kept_free} {now}; only a prediction can tell"
     if advice.is_measured:
         return f"{largest} should fit with {kept_free} {now}, perhaps a larger one too"
     return f"{largest} is the largest that fits with {kept_free}{by} {now}"

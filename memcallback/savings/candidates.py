@@ -335,7 +335,11 @@ def _last_layer(model: nn.Module) -> str:
     with_matrix = (
         name
         for name in reversed(trained)
-        if any(weight.dim() > 1 for weight in model.get_submodule(name).parameters(recurse=False))
+        if not any(model.get_submodule(name).children())
+        and any(
+            weight.requires_grad and weight.dim() > 1
+            for weight in model.get_submodule(name).parameters(recurse=False)
+        )
     )
     return next(with_matrix, trained[-1])
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from memcallback.savings.plan import SavingGroup
 from memcallback.savings.saving import COMPILATION, Saving
-from memcallback.step.copies.compiled import has_compiled_code
+from memcallback.step.copies.compiled import has_compiled_code, is_compiled_function
 from memcallback.step.model import layer_containers
 from memcallback.step.training_step import TrainingStep
 
@@ -38,7 +38,7 @@ _STOPPED = "PyTorch refuses that with an error"
 def compilation(step: TrainingStep) -> Iterator[Saving]:
     """Compiling what is not compiled, and smaller budgets for what is."""
     is_compiled = any(map(has_compiled_code, step.model.modules())) or any(
-        hasattr(loss, "_torchdynamo_orig_callable") for loss in step.losses
+        map(is_compiled_function, step.losses)
     )
     if step.ranks is not None and step.ranks.strategy not in _STRATEGIES:
         return

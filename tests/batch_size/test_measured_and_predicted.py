@@ -266,6 +266,19 @@ def test_what_an_update_makes_does_not_grow():
     assert largest(None) == 125
 
 
+def test_an_update_with_the_passes_inside_grows():
+    step = measured(400 * MiB, batch_size=100, allocated=400 * MiB, update=400 * MiB)
+    alone = replace(step, windows=step.windows[1:])  # a closure whose backward pass nothing marks
+    found = suggest(
+        measured=alone,
+        predicted=None,
+        capacity_bytes=500 * MiB,
+        outside_bytes=0,
+        headroom=0,
+    )
+    assert found.largest == 125
+
+
 def test_both_a_step_and_its_validation_must_fit():
     training = estimate(measured=None, predicted=PREDICTED, **CAPACITY)
     validation = replace(training, largest=5, peaks=replace(training.peaks, shift_bytes=700 * MiB))

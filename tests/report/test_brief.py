@@ -124,6 +124,18 @@ def test_a_training_set_that_fits_is_named_with_its_size():
     assert "218 is the largest that fits with 5 % kept free (now 16)" in text_of(made)
 
 
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [
+        (218, "218 should fit with 5 % kept free (now 16), perhaps a larger one too"),
+        (8, "8 may fit with 5 % kept free (now 16); only a prediction can tell"),
+    ],
+)
+def test_a_batch_size_that_follows_from_one_measured_step_is_no_limit(largest, said):
+    advice = replace(suggested(BatchSizeBounds()), is_measured=True, largest=largest, batch_size=largest)
+    assert said in " ".join(text_of(report(advice=advice)).split())
+
+
 def test_it_has_about_18_lines_of_at_most_100_columns():
     text = text_of(report(plan=plan()), dashboard="tensorboard --logdir runs/version_0")
     lines = text.splitlines()

@@ -11,9 +11,14 @@ _LIGHTNING_CONTEXT = "_compiler_ctx"
 _LIGHTNING_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile` has made a function."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether the forward pass of a module is compiled, and its hooks are not."""
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return is_compiled_function(vars(module).get("forward"))
 
 
 def has_compiled_code(module: nn.Module) -> bool:

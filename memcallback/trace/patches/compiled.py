@@ -26,7 +26,7 @@ _OPTIMIZERS = os.path.dirname(torch.optim.__file__) + os.sep
 _AS_EAGER = (
     "Compiled code ran as it would without compilation: {}. Compiled, it mostly needs less. Of 154 "
     "measured steps one reserved 86 % more than this (its convolutions took other algorithms on an "
-    "H100). The others reserved at most 6 % more, or 17 % with CUDA graphs."
+    "H100). The others reserved at most 7 % more, or 17 % with CUDA graphs."
 )
 #: The figures: benchmarks/compiled.py on a virtual H200 and A100, 2026-11-25, on an H100 and, for
 #: steps that are tuned or change their size, on a virtual H200, 2026-11-26; of other kinds, on a
@@ -50,9 +50,9 @@ _NOT_TUNED = (
 )
 #: The figures: benchmarks/compiled.py on a virtual H200, 2026-11-27.
 _COMPILED_AUTOGRAD = (
-    "Compiled autograd is on, so PyTorch compiles a backward pass as a whole. The prediction "
-    "compiles it in parts, as without compiled autograd. Two such trainings allocated 3 and 9 % "
-    "less than predicted."
+    "Compiled autograd is on. If compiled code calls backward(), PyTorch compiles that pass as a "
+    "whole. The prediction compiles it in parts, as without compiled autograd. Two such trainings "
+    "allocated 3 and 9 % less than predicted."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
