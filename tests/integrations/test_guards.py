@@ -28,7 +28,7 @@ def fit(tmp_path, callback, **options):
         (TrainerSavings, "setup", "without the savings that could not be applied"),
         (TrainerSavings, "checkpoint", "without the savings that could not be applied"),
         (TrainerSavings, "undo", "could not be undone"),
-        (callbacks, "copy_unsharded", "shards the module, the step will not be predicted"),
+        (callbacks, "copy_unsharded", "shards the module, its step will not be predicted"),
         (Monitor, "__init__", "has stopped recording"),
         (Monitor, "finish", "has stopped recording"),
         (Monitor, "close", "has stopped recording"),
