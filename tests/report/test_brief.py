@@ -132,7 +132,9 @@ def test_a_training_set_that_fits_is_named_with_its_size():
     ],
 )
 def test_a_batch_size_that_follows_from_one_measured_step_is_no_limit(largest, said):
-    advice = replace(suggested(BatchSizeBounds()), is_measured=True, largest=largest, batch_size=largest)
+    advice = replace(
+        suggested(BatchSizeBounds()), is_measured=True, largest=largest, batch_size=largest
+    )
     assert said in " ".join(text_of(report(advice=advice)).split())
 
 
