@@ -105,9 +105,7 @@ def write(folder: Path, about: dict[str, str], rows: dict[str, dict[str, Row]]) 
                 for kind in ("predicted", "measured")
             )
             shares = " / ".join(
-                f"{100 * share(row, what):.0f} %"
-                for what in row["measured"]
-                if what in row["predicted"]
+                f"{100 * share(row, what):.0f} %" for what in ("allocated", "reserved")
             )
             lines.append(f"| {name} | {predicted} | {compiled} | {shares} |")
     lines += not_reported(

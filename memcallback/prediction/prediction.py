@@ -237,7 +237,7 @@ class Prediction(Printable):
         """The same trace on a device of another size: a replay, not a new trace.
 
         Kernels stay those of the card that was traced. On a card of another architecture they may
-        need twice as much: predict anew for it.
+        need far more: predict anew for it.
 
         Args:
             device: A card by name or by size, such as `24GiB`; a size alone means the architecture

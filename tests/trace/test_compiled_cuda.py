@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from attending import Attending
 from device_loop import figures, record_on_device
 from torch import nn
-from torch.nn.attention.flex_attention import flex_attention
 
 import memcallback as mc
 
@@ -52,26 +52,6 @@ def loss_of(model, batch):
     return model(batch).float().square().mean()
 
 
-class Attention(nn.Module):
-    """Attention with a bias by distance, which flex_attention fuses."""
-
-    def __init__(self):
-        super().__init__()
-        self.project, self.join = nn.Linear(512, 3 * 512), nn.Linear(512, 512)
-
-    def forward(self, x):
-        query, key, value = (
-            part.unflatten(-1, (8, 64)).transpose(0, 1)[None]
-            for part in self.project(x).chunk(3, -1)
-        )
-        attended = flex_attention(query, key, value, score_mod=alibi)
-        return self.join(attended[0].transpose(0, 1).flatten(1))
-
-
-def alibi(score, sample, head, query, key):
-    return torch.where(query >= key, score + (key - query) * torch.exp2(-head), -float("inf"))
-
-
 class Scaled(nn.Module):
     """Layers with a Triton kernel between them."""
 
@@ -89,8 +69,8 @@ with_graphs = partial(torch.compile, mode="reduce-overhead")
 MODELS = {
     "whole": lambda: with_graphs(Network()),
     "in parts": InParts,
-    "flex attention": lambda: torch.compile(Attention()),
-    "flex attention, graphs": lambda: with_graphs(Attention()),
+    "flex attention": lambda: torch.compile(Attending(512)),
+    "flex attention, graphs": lambda: with_graphs(Attending(512)),
     "Triton kernel": lambda: torch.compile(Scaled()),
     "Triton kernel, graphs": lambda: with_graphs(Scaled()),
 }

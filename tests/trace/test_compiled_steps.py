@@ -5,11 +5,11 @@ import pytest
 import rank_cases
 import torch
 import torch._dynamo
+from attending import Attending
 from needs import needs_compilation
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
@@ -98,30 +98,10 @@ def test_what_compiled_autograd_would_change_is_said():
     assert [len(said(each, said_of_it)) for each in (with_it, without)] == [1, 0]
 
 
-class Attending(nn.Module):
-    """Causal attention with a bias by distance."""
-
-    def __init__(self):
-        super().__init__()
-        self.project, self.join = nn.Linear(1024, 3 * 1024), nn.Linear(1024, 1024)
-
-    def forward(self, x):
-        query, key, value = (
-            part.unflatten(-1, (16, 64)).transpose(0, 1)[None]
-            for part in self.project(x).chunk(3, -1)
-        )
-        attended = flex_attention(query, key, value, score_mod=alibi)
-        return self.join(attended[0].transpose(0, 1).flatten(1))
-
-
-def alibi(score, sample, head, query, key):
-    return torch.where(query >= key, score + (key - query) * torch.exp2(-head), -float("inf"))
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_flex_attention_inside_of_compiled_code_is_compiled_with_it(precision):
     step = mc.TrainingStep(
-        torch.compile(Attending(), fullgraph=True),
+        torch.compile(Attending(1024), fullgraph=True),
         torch.zeros(1024, 1024),
         loss=squares,
         optimizer=torch.optim.AdamW,
