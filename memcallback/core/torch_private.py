@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     Meta: Any
     decompositions: Any
     SavedTensor: Any
+    compilation_callbacks: Any
     module_call: Any
     c10d_bindings: Any
     current_autograd_node: Callable[[], Any]
@@ -129,6 +131,17 @@ PARTS = {
     ),
     "next_sequence_nr": _Part("torch._C._autograd", "_get_sequence_nr", _MODULES),
     "current_autograd_node": _Part("torch._C", "_current_autograd_node", _MODULES),
+    "compilation_callbacks": _Part(
+        "torch._dynamo.callback",
+        "callback_handler",
+        "recording compiled modules",
+        SimpleNamespace(
+            start_callbacks=[],
+            end_callbacks=[],
+            register_start_callback=lambda callback: None,
+            register_end_callback=lambda callback: None,
+        ),
+    ),
     "module_call": _Part("torch.nn.Module", "_call_impl", "finding the steps of a loop"),
     "is_memory_history_on": _Part(
         "torch._C", "_cuda_isHistoryEnabled", "allocator histories of out-of-memory errors"

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memcallback.core.errors import fail_safe
 from memcallback.record.memory_log import MemoryLog
 from memcallback.record.recorder import MemoryRecorder
+from memcallback.record.watch import Watch
+from memcallback.step.forward_hooks import is_compiled_in_place
 from memcallback.step.hooks import Hook, remove_hooks
 
 #: Lightning's loops have `MemoryCallback`, by MEMCALLBACK=1; what they call is part of a module.
@@ -39,7 +41,8 @@ class FoundLoop:
 
     A module trains if it is called in training mode and with gradients, and an optimizer has some
     of its parameters. The first such module is recorded with all optimizers of it. Until then hooks
-    for all modules and optimizers are there, afterwards only those of `MemoryRecorder.watch`.
+    for all modules and optimizers are there, afterwards only those of `MemoryRecorder.watch`. A
+    module that `Module.compile()` compiled does not run such hooks: the first update finds it.
 
     `log_dir` is as for `MemoryLog`; None for no files. `is_lightning` says whether a Trainer of
     Lightning called a module, which is left to its callback.
@@ -57,7 +60,7 @@ class FoundLoop:
         self._num_searches = 0
         self._hooks: list[Any] = [
             register_module_forward_pre_hook(Hook(self._forward_begins)),
-            register_optimizer_step_pre_hook(Hook(self._update_begins)),
+            register_optimizer_step_post_hook(Hook(self._update_ends)),
         ]
 
     @property
@@ -101,19 +104,27 @@ class FoundLoop:
             self._num_searches += 1
             self._idle.update(module.modules())
             return
+        # The hooks of this call are chosen already, so the new ones see only its end.
+        self._record(module, optimizers).forward_has_begun(module, args)
+
+    def _record(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Watch:
         self._release()
         self._recorder = MemoryRecorder(module, optimizers)
         self._log = _LogOnStderr(self._recorder, log_dir=self._log_dir)
-        # The hooks of this call are chosen already, so the new ones see only its end.
-        self._recorder.watch().forward_has_begun(module, args)
+        return self._recorder.watch()
 
     @fail_safe
-    def _update_begins(self, optimizer: Optimizer, *_: object) -> None:
+    def _update_ends(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer that was made after the first call of its model: look at that again."""
-        if optimizer not in self._updated:
-            self._updated.add(optimizer)
-            self._idle.clear()
-            self._num_searches = 0
+        if self._recorder is not None or optimizer in self._updated:
+            return
+        self._updated.add(optimizer)
+        self._idle.clear()
+        self._num_searches = 0
+        if not _is_inside(_PREDICTS + _LIGHTNING):
+            module = _compiled_module_of(optimizer)
+            if module is not None:
+                self._record(module, list(_optimizers_of(module)))
 
 
 def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
@@ -127,6 +138,18 @@ def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
             groups = candidate.param_groups
             if any(id(one) in parameters for group in groups for one in group["params"]):
                 yield candidate
+
+
+def _compiled_module_of(optimizer: Optimizer) -> torch.nn.Module | None:
+    """The module with the most parameters of an optimizer that was compiled in place, if any."""
+    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    best, most = None, 0
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.Module) and is_compiled_in_place(candidate):
+            count = sum(id(parameter) in parameters for parameter in candidate.parameters())
+            if count > most and candidate.training:
+                best, most = candidate, count
+    return best
 
 
 def _is_inside(modules: tuple[str, ...]) -> bool:

@@ -19,6 +19,7 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.step.batch import INFERRED, infer_batch_size
+from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -115,14 +116,8 @@ class Watch:
         self._forget_step()
         handles: list[Any] = []
         for module in modules:
-            handles.append(
-                module.register_forward_pre_hook(
-                    _hook(self._forward_begins), with_kwargs=True, prepend=True
-                )
-            )
-            handles.append(
-                module.register_forward_hook(_hook(self._forward_ends), always_call=True)
-            )
+            begins, ends = _hook(self._forward_begins), _hook(self._forward_ends)
+            handles.append(ForwardHooks(module, begins, ends))
         for optimizer in optimizers:
             handles.append(optimizer.register_step_pre_hook(_hook(self._update_begins)))
             handles.append(optimizer.register_step_post_hook(_hook(self._update_ends)))
@@ -310,9 +305,9 @@ class Watch:
             self._has_seen_step = True
             warn_and_go_on(
                 "An optimizer made an update, but no watched model was called in training mode: it "
-                "may be in evaluation mode, compiled in place, or called through another object. "
-                "Watch the object that the loop calls, or put the body of the loop into "
-                "`with recorder.step(batch):`."
+                "may be in evaluation mode, compiled in place after the watch began, or called "
+                "through another object. Watch the object that the loop calls, or put the body of "
+                "the loop into `with recorder.step(batch):`."
             )
 
     @fail_safe

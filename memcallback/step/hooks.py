@@ -118,13 +118,13 @@ def remove_hooks(handles: Iterable[Any] = ()) -> None:
     removing one would replace the real error by another. The next call removes it.
     """
     _pending.extend(handles)
-    if _is_error_in_module():
+    if is_error_in_module():
         return
     while _pending:
         _pending.pop().remove()
 
 
-def _is_error_in_module() -> bool:
+def is_error_in_module() -> bool:
     """Whether an error that is being handled has reached a module's call that is still running."""
     error = sys.exc_info()[1]
     if error is None:

@@ -23,6 +23,7 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
 from memcallback.core.visible import visible_name
 from memcallback.step.copies.compiled import is_compiled
+from memcallback.step.forward_hooks import ForwardHooks, is_compiled_in_place
 from memcallback.step.hooks import Hook, remove_hooks
 
 T = TypeVar("T")
@@ -117,10 +118,7 @@ class ModuleFollower:
         compiled: list[str] = []
         for name, module in self._hookable(compiled):
             enter, leave = partial(self._enter, name), partial(self._leave, name)
-            self._handles += [
-                module.register_forward_pre_hook(self._hook(enter), prepend=True),
-                module.register_forward_hook(self._hook(leave), always_call=True),
-            ]
+            self._handles.append(ForwardHooks(module, self._hook(enter), self._hook(leave)))
         if compiled:
             names = ", ".join(repr(name) if name else "the root module" for name in compiled[:3])
             more = " and more" if len(compiled) > 3 else ""
@@ -220,15 +218,16 @@ class ModuleFollower:
         for name, module, called in _named_modules(self._models):
             if name.startswith(inside):
                 continue
-            is_inside = _is_compiled_with_hooks(module)
+            has_no_hooks = _has_no_hooks(module)
             if (
-                is_inside
+                has_no_hooks
                 or is_compiled(module)
+                or is_compiled_in_place(module)
                 or any(type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called))
             ):
                 compiled.append(name)
                 inside = (*inside, f"{name}." if name else "")
-            if not is_inside:
+            if not has_no_hooks:
                 yield name, called
 
 
@@ -285,15 +284,13 @@ def _unwrapping(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _is_compiled_with_hooks(module: nn.Module) -> bool:
-    """Whether a module is compiled together with its hooks.
+def _has_no_hooks(module: nn.Module) -> bool:
+    """Whether nothing can be called around a module: of TorchScript, or a compiled LightningModule.
 
-    `Module.compile()`, TorchScript and a compiled LightningModule do that.
+    Of the latter the Trainer calls compiled steps, and not the module.
     """
-    own = vars(module)
-    return isinstance(module, torch.jit.ScriptModule) or any(
-        own.get(name) is not None for name in ("_compiled_call_impl", "_compiler_ctx")
-    )
+    has_compiled_steps = vars(module).get("_compiler_ctx") is not None
+    return isinstance(module, torch.jit.ScriptModule) or has_compiled_steps
 
 
 def _is_in_backward() -> bool:

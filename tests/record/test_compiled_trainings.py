@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from observer import differences, run
+from torch import nn
 
 from memcallback import MemoryCallback
 
@@ -18,7 +19,25 @@ def compile_network(module, **options):
     module.network = torch.compile(module.network, **options)
 
 
-def trained(tmp_path, accelerator, options, with_callback):
+class Layer(nn.Module):
+    """A layer of the user's own: of PyTorch's, `Module.compile()` compiles nothing."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+def compile_layers(module):
+    """Compile each layer in place, as regional compilation does."""
+    module.network = nn.Sequential(*map(Layer, module.network))
+    for layer in module.network:
+        layer.compile()
+
+
+def trained(tmp_path, accelerator, prepare, with_callback):
     """What a training leaves, what was counted as it was compiled, and the number of steps."""
     # PyTorch's compiler gives some, without us too.
     warnings.simplefilter("ignore")
@@ -31,7 +50,7 @@ def trained(tmp_path, accelerator, options, with_callback):
         with_callback=with_callback,
         accelerator=accelerator,
         callback=callback,
-        prepare=partial(compile_network, **options),
+        prepare=prepare,
     )
     counts = {
         # Not what the workers found in each other's cache, which depends on their speed.
@@ -42,18 +61,22 @@ def trained(tmp_path, accelerator, options, with_callback):
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "options"),
+    ("accelerator", "prepare"),
     [
-        ("cpu", {}),
-        pytest.param("gpu", {}, marks=pytest.mark.cuda),
-        pytest.param("gpu", {"mode": "reduce-overhead"}, marks=pytest.mark.cuda),
+        ("cpu", compile_network),
+        ("cpu", compile_layers),
+        pytest.param("gpu", compile_network, marks=pytest.mark.cuda),
+        pytest.param("gpu", compile_layers, marks=pytest.mark.cuda),
+        pytest.param(
+            "gpu", partial(compile_network, mode="reduce-overhead"), marks=pytest.mark.cuda
+        ),
     ],
 )
-def test_it_is_compiled_as_often_and_leaves_the_same_bits(tmp_path, accelerator, options):
+def test_it_is_compiled_as_often_and_leaves_the_same_bits(tmp_path, accelerator, prepare):
     results = []
     for with_callback in (False, True):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            future = pool.submit(trained, tmp_path, accelerator, options, with_callback)
+            future = pool.submit(trained, tmp_path, accelerator, prepare, with_callback)
             results.append(future.result())
     (without, counts_without, _), (with_it, counts, num_steps) = results
     assert differences(with_it, without) == []

@@ -80,12 +80,22 @@ def test_optimizers_of_accelerate_are_seen_through(found, capsys):
     assert "memcallback: 4 steps, peak " in capsys.readouterr().err
 
 
-def test_a_model_that_is_compiled_in_place_compiles_and_trains(found):
-    model = nn.Linear(64, 10)
+class Doubled(nn.Linear):
+    """Of PyTorch's own modules, `Module.compile()` compiles nothing."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_model_that_is_compiled_in_place_compiles_and_is_recorded(found, capsys):
+    model = Doubled(64, 10)
     before = model.weight.detach().clone()
     model.compile(backend="eager", fullgraph=True)
     train(model, torch.optim.AdamW(model.parameters()))
     assert not torch.equal(model.weight, before)
+    found.close()
+    # Its first update finds it.
+    assert "memcallback: 3 steps, peak " in capsys.readouterr().err
 
 
 def test_memory_that_runs_out_before_any_step_is_explained(found, capsys):

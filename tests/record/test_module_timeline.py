@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 from typing import ClassVar
 
 import module_models
@@ -16,6 +17,7 @@ import training
 from module_models import CASES, Perceptron, Transformer, loss_of, record, tokens, vectors
 from observer import differences, run
 from torch import nn
+from torch._dynamo.utils import counters
 
 import memcallback as mc
 from memcallback import MemoryCallback, MemoryRecorder, Phase
@@ -367,15 +369,62 @@ def test_a_compiled_model_is_recorded_as_a_whole():
     assert str(table) == table.notes[0]
 
 
-# PyTorch 2.15's compiler asks for it, without us too.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+class Doubled(nn.Module):
+    """Of PyTorch's own modules, `Module.compile()` compiles nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x) * 2
+
+
+# The compiler asks for it, without us too.
+ASKS_FOR_GRADIENTS = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@ASKS_FOR_GRADIENTS
 def test_compiled_parts_of_a_model_are_recorded_as_wholes():
     part = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), backend="eager")
-    by_itself = nn.Linear(64, 64)
+    by_itself = Doubled()
     by_itself.compile(backend="eager")
+    compiled = vars(by_itself)["_compiled_call_impl"]
     table = record(nn.Sequential(part, by_itself, nn.Linear(64, 10)), vectors()).modules
-    assert [module.name for module in table.ran] == ["", "0", "2"]
+    assert [module.name for module in table.ran] == ["", "0", "1", "2"]
+    assert table["1"].forward.num_runs == table["1"].backward.num_runs == 1
+    assert vars(by_itself)["_compiled_call_impl"] is compiled
     assert table.notes == ("The submodules of these compiled modules cannot be shown: '0', '1'.",)
+
+
+@ASKS_FOR_GRADIENTS
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_a_compiled_loss_that_calls_the_model_is_compiled_as_often(is_in_place):
+    def counted(**options):
+        torch._dynamo.reset()
+        counters.clear()
+        model = nn.Sequential(Doubled(), Doubled(), nn.Linear(64, 10))
+        for layer in model[:2] if is_in_place else ():
+            layer.compile(backend="eager")
+
+        @partial(torch.compile, backend="eager")
+        def loss(model, batch):
+            hidden = model[0](batch[0])
+            torch._dynamo.graph_break()
+            return loss_of(model, (hidden, batch[1]))
+
+        recorder = record(model, vectors(), loss_of=loss, num_steps=4, **options)
+        assert not has_hooks(model)
+        return recorder, {name: dict(counts) for name, counts in counters.items()}
+
+    _, counts = counted(per_module=False)
+    recorder, counts_by_module = counted(sample_every_n_steps=2)
+    assert counts_by_module == counts
+    assert counts["stats"]["unique_graphs"] == 2
+    # What runs inside of compiled code counts for the root module.
+    assert [module.name for module in recorder.modules.ran] == [""]
 
 
 def test_a_distributed_model_has_the_names_of_the_model_in_it():

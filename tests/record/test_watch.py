@@ -542,10 +542,46 @@ def test_a_compiled_model_is_compiled_as_before_and_watched(parts):
     assert labels(recorder) == [[F, B, O]] * 2
 
 
-def test_a_model_that_is_not_seen_is_told_of_once(parts):
-    model, optimizer = parts
+class Doubled(nn.Module):
+    """Of PyTorch's own modules, `Module.compile()` compiles nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+def test_a_model_that_is_compiled_in_place_is_watched(parts):
+    model, optimizer = Doubled(parts[0]), parts[1]
     model.compile(backend="eager", fullgraph=True)
+    compiled = vars(model)["_compiled_call_impl"]
     recorder, watch = watched(model, optimizer)
+    with watch:
+        for _ in range(2):
+            train_step(model, optimizer)
+        with pytest.raises(RuntimeError, match="must have same reduction dim"):
+            model(torch.ones(2, 3))
+    assert labels(recorder) == [[F, B, O], [F, B, O], [F]]
+    assert recorder.steps[-1].is_interrupted
+    assert vars(model)["_compiled_call_impl"] is compiled
+
+
+def test_a_model_that_is_compiled_anew_while_it_is_watched_stays_so(parts):
+    model, optimizer = Doubled(parts[0]), parts[1]
+    model.compile(backend="eager")
+    _, watch = watched(model, optimizer)
+    with watch:
+        model.compile(backend="aot_eager")
+        compiled = vars(model)["_compiled_call_impl"]
+    assert vars(model)["_compiled_call_impl"] is compiled
+
+
+def test_a_model_that_is_not_seen_is_told_of_once(parts):
+    model, optimizer = Doubled(parts[0]), parts[1]
+    recorder, watch = watched(model, optimizer)
+    model.compile(backend="eager", fullgraph=True)
     with watch:
         with pytest.warns(
             MemoryWarning,

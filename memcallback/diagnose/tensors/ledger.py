@@ -23,6 +23,7 @@ from memcallback.core.torch_private import (
     storage_id,
 )
 from memcallback.core.visible import visible_name
+from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook
 from memcallback.step.module_follower import SequenceLog
 
@@ -178,14 +179,8 @@ class _Modules:
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
             with suppress(RuntimeError):  # TorchScript modules accept no such hooks
-                hooks.callback(
-                    module.register_forward_hook(Hook(self._leave), always_call=True).remove
-                )
-                hooks.callback(
-                    module.register_forward_pre_hook(
-                        Hook(partial(self._enter, visible_name(name))), prepend=True
-                    ).remove
-                )
+                enter = Hook(partial(self._enter, visible_name(name)))
+                hooks.callback(ForwardHooks(module, enter, Hook(self._leave)).remove)
 
     def running(self) -> str | None:
         """The name of the current module; None if unknown."""

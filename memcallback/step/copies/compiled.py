@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from memcallback.step.forward_hooks import compiled_call, is_compiled_in_place
+
 #: Where and of which methods Lightning keeps what `torch.compile` made (utilities/compile.py).
 _LIGHTNING_CONTEXT = "_compiler_ctx"
 _LIGHTNING_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
@@ -25,7 +27,7 @@ def has_compiled_code(module: nn.Module) -> bool:
     """Whether a module is, or wraps, one that `torch.compile` or `Module.compile` has compiled."""
     return (
         "_orig_mod" in module._modules
-        or module._compiled_call_impl is not None
+        or is_compiled_in_place(module)
         or _LIGHTNING_CONTEXT in vars(module)
     )
 
@@ -50,7 +52,7 @@ def compile_as(copy: nn.Module, module: Any) -> None:
             setattr(copy, name, context(getattr(copy, name)))
         return
     if context is None:
-        context = _context_of(own.get("_compiled_call_impl"))
+        context = _context_of(compiled_call(module))
     if context is not None:
         copy.forward = context(copy.forward)
 
