@@ -56,12 +56,14 @@ def run(home, program, loop, device, *, is_watched, limit_s, patience_s):
     shutil.rmtree(home, ignore_errors=True)
     (home / "work").mkdir(parents=True)
     shared = _shared_memory()
+    # With PyTorch 2.6 an import here starts a process of Inductor's.
+    own = set(children_of(os.getpid()))
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
         _be(program, loop, device, home, is_watched=is_watched, patience_s=patience_s)
     has_ended, status, used = _wait(pid, limit_s)
-    left = _left_behind()
+    left = _left_behind(own)
     report = home / "report.json"
     said = json.loads(report.read_text()) if report.exists() else {"report": "none"}
     text = (home / "stdout").read_text(errors="replace")
@@ -135,13 +137,12 @@ def _descendants(pid):
     return [pid, *(one for child in children_of(pid) for one in _descendants(child))]
 
 
-def _left_behind():
+def _left_behind(own):
     """The processes that outlived the program; they are ours now, and end here."""
     until = time.monotonic() + _GRACE_S
-    while children_of(os.getpid()) and time.monotonic() < until:
-        if os.waitpid(-1, os.WNOHANG) == (0, 0):
+    while (left := set(children_of(os.getpid())) - own) and time.monotonic() < until:
+        if not any(os.waitpid(pid, os.WNOHANG)[0] for pid in left):
             time.sleep(0.01)
-    left = children_of(os.getpid())
     commands = sorted(map(command_of, left))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
