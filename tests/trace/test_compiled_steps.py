@@ -144,6 +144,29 @@ def test_code_that_asks_for_the_dtype_of_autocast_is_compiled():
     assert not said(prediction, AS_EAGER)
 
 
+class AsksForTheCard(nn.Module):
+    """What Dynamo answers while it compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            hidden = hidden.relu()
+        if torch.cuda.get_device_capability() >= (9, 0) and torch.cuda.current_device() == 0:
+            hidden = hidden.tanh()
+        num_multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+        return hidden * num_multiprocessors * (torch.cuda.current_stream() is not None)
+
+
+def test_code_that_asks_for_the_card_is_compiled():
+    prediction = predict(torch.compile(AsksForTheCard(), fullgraph=True), 64)
+    assert said(prediction, COMPILED)
+    assert not said(prediction, AS_EAGER)
+
+
 class Broken(nn.Module):
     """Cannot be compiled as a whole."""
 

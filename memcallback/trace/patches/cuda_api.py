@@ -54,6 +54,12 @@ _NVTX = ("range_push", "range_pop", "mark", "range_start", "range_end")
 Functions = dict[str, Callable[..., Any]]
 
 
+class DeviceProperties(SimpleNamespace):
+    """What `torch.cuda.get_device_properties` returns in a trace; PyTorch's own cannot be made."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # compiled code keeps it as a constant
+
+
 def cuda_api_patches(device: DeviceSpec, streams: Streams) -> Iterator[Patch]:
     """Replace the functions that ask for devices, and those that would wait for one."""
     memory = {**_memory_functions(device), "empty_cache": streams.empty_cache}
@@ -91,7 +97,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _device_functions(device: DeviceSpec) -> Functions:
     major, minor = device.compute_capability
-    properties = SimpleNamespace(
+    properties = DeviceProperties(
         name=device.name,
         major=major,
         minor=minor,

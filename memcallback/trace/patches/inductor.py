@@ -30,8 +30,10 @@ from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.copies.modes import without_modes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches.compiled_optimizers import optimizer_patches
+from memcallback.trace.patches.cuda_api import DeviceProperties
 from memcallback.trace.patches.cuda_graphs import GraphTree, trees
 from memcallback.trace.patches.generated_code import module_of
+from memcallback.trace.patches.known_by_dynamo import known_by_dynamo
 from memcallback.trace.patches.patching import Patch, patched
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -75,6 +77,7 @@ def compiling(mode: TraceMode, graphs: GraphTree) -> Iterator[None]:
         stack.enter_context(patched(_fake_patches()))
         stack.enter_context(patched(_inductor_patches(mode, graphs)))
         stack.enter_context(patched(optimizer_patches(mode)))
+        stack.enter_context(known_by_dynamo())
         stack.enter_context(
             inductor_config.patch(
                 {
@@ -207,7 +210,7 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
     interface = _of("_dynamo.device_interface").CudaInterface
     folder = _of("_inductor.fx_passes.joint_graph").UniformValueConstantFolder
     config = _of("_inductor.config")
-    properties = SimpleNamespace(
+    properties = DeviceProperties(
         **vars(torch.cuda.get_device_properties(0)),
         # The same on all cards since compute capability 3.5.
         regs_per_multiprocessor=65_536,

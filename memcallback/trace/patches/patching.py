@@ -14,6 +14,8 @@ from memcallback.core.errors import PredictionError
 
 #: An owner (a module or class), the name of an attribute, and the replacement.
 Patch = tuple[Any, str, Any]
+#: Functions that replace others now, and what each replaces.
+_replaced: dict[Callable[..., Any], Any] = {}
 
 
 @contextmanager
@@ -37,7 +39,10 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
             else:
                 stack.callback(delattr, owner, name)
             if callable(replacement) and not isinstance(replacement, type):
-                replacement = in_this_thread(replacement, getattr(owner, name))
+                original = getattr(owner, name)
+                replacement = in_this_thread(replacement, original)
+                _replaced[replacement] = original
+                stack.callback(_replaced.pop, replacement)
             setattr(owner, name, replacement)
         yield
 
@@ -54,3 +59,11 @@ def in_this_thread(
         return run(*args, **kwargs)
 
     return function
+
+
+def replacements() -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Each function that replaces another now, and PyTorch's own that was there at first."""
+    for function, original in tuple(_replaced.items()):
+        while original in _replaced:
+            original = _replaced[original]
+        yield function, original
