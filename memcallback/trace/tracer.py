@@ -424,8 +424,8 @@ class _Tracer:
         step, code = training.step, self._code
         own = self._sizes(step)
         other = own.other(step)
-        # What other ranks do is traced without compilation.
-        if other == own or not code.has_compiled_passes or self._ranks is not None:
+        # A pipeline's stages agree on the sizes before the first batch.
+        if other == own or not code.has_compiled_passes or isinstance(self._model, Pipeline):
             return
         code.say_other_batch(own, other)
         # A graph warms up with the first batch of a size, and is recorded with the second.

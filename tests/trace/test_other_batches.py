@@ -138,11 +138,12 @@ def test_steps_without_compiled_code_are_predicted_as_ever():
     assert not said(eager, ONE_SIZE)
 
 
-def test_a_rank_of_a_job_is_predicted_with_one_size():
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_rank_of_a_job_has_the_batch_in_between(kind):
     model = torch.compile(perceptron())
-    prediction = mc.predict(step(model, other_batch_size=10, ranks=mc.Ranks(2)), device=CARD)
-    assert 10 not in sizes(prediction)
-    assert said(prediction, ONE_SIZE)
+    prediction = mc.predict(step(model, other_batch_size=10, ranks=mc.Ranks(2, kind)), device=CARD)
+    assert sizes(prediction).count(10) == 1
+    assert said(prediction, FOLLOWED)
 
 
 @pytest.mark.parametrize(
