@@ -110,9 +110,11 @@ class StepStart:
 
     Attributes:
         stage: The kind of run that it is a step of, such as a training.
+        batch_size: Samples in its batch, if that is not the batch of the trace.
     """
 
     stage: Stage = Stage.TRAINING
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

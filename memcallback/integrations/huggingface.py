@@ -247,7 +247,14 @@ class MemoryTrainerCallback(TrainerCallback):
         def steps_of(model: torch.nn.Module) -> MakeStep:
             size = self._settings.batch_size
             return lambda inputs, loss: step_of(
-                model, inputs, own, args, loss=loss, batch_size=size
+                model,
+                inputs,
+                own,
+                args,
+                loss=loss,
+                batch_size=size,
+                loader=train_dataloader,
+                num_updates=state.max_steps,
             )
 
         self._make_step = steps_of(trained)

@@ -82,7 +82,8 @@ class Prediction(Printable):
         traced_for: The device that the step was traced for, if that is not `device`.
         limits: The largest batch sizes that fit; None if they were not searched.
         steps: The steps of the trace, in order. Those of the last update are steady: the update is
-            repeated until its values settle.
+            repeated until its values settle. Those with a batch in between (`other_batch_size` of
+            `TrainingStep`) are among them.
         fits: Whether nothing from the warm-up to the steady step runs out of memory; True on a CPU
             of unknown capacity.
         fits_without_retry: Whether the allocator never has to free its cache and try again, which
@@ -660,7 +661,7 @@ class Prediction(Printable):
             source=self.source,
             device_name=self.device_name,
             windows=step.windows,
-            batch_size=self.batch_size,
+            batch_size=step.batch_size or self.batch_size,
             is_warm_up=step.is_warm_up,
             stage=step.stage,
             num_optimizer_updates=sum(

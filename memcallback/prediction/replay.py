@@ -93,6 +93,7 @@ class ReplayedStep:
         is_warm_up: Whether no optimizer phase came before it; of a forward pass alone, whether it
             is the first.
         stage: What it is a step of.
+        batch_size: Samples in its batch; None for those of the trace.
         peak_position: The position of the event at which allocated memory is first largest in the
             step's phases; -1 if it has none.
     """
@@ -100,6 +101,7 @@ class ReplayedStep:
     windows: tuple[PhaseMemory, ...]
     is_warm_up: bool
     stage: Stage
+    batch_size: int | None
     peak_position: int
 
 
@@ -187,6 +189,7 @@ class _Replayer(Generic[_Block]):
         self.is_warm_up = True
         #: What the last step is a step of; at first no step was.
         self.stage: Stage | None = None
+        self.batch_size: int | None = None
         self.peak = (-1, -1)
         self.plans = KeptPlans()
 
@@ -213,7 +216,7 @@ class _Replayer(Generic[_Block]):
         """Replay the window until two repetitions are equal; keep the steps of the last one."""
         steps = self.result.steps
         peaks: list[Peaks] = []
-        for _ in range(window.number, MAX_WINDOWS):
+        for _ in range(window.num_alike, MAX_WINDOWS):
             for number, number_left in pairs:
                 self.alive[number] = self.alive.pop(number_left)
                 if number_left in self.holders:
@@ -312,7 +315,7 @@ class _Replayer(Generic[_Block]):
                 if event.stage is Stage.TRAINING
                 else event.stage is not self.stage
             )
-            self.stage = event.stage
+            self.stage, self.batch_size = event.stage, event.batch_size
         elif isinstance(event, StepEnd):
             self.num_steps += 1
             self.result.steps.append(
@@ -320,6 +323,7 @@ class _Replayer(Generic[_Block]):
                     windows=tuple(self.windows),
                     is_warm_up=self.is_warm_up,
                     stage=self.stage or Stage.TRAINING,
+                    batch_size=self.batch_size,
                     peak_position=self.peak[1],
                 )
             )

@@ -17,10 +17,10 @@ from memcallback.core.allocation_trace import Alloc, Event, Free, PhaseEnd, Step
 from memcallback.core.types import Phase, Stage
 from memcallback.core.units import format_bytes
 
-#: The most windows that are replayed, including those of the trace. Of 135 configurations trained
-#: for six updates, 44 had the same values to the byte from the second update on, 80 from the third,
-#: 8 from the fourth or fifth; in 3, two or three arrangements alternate forever
-#: (benchmarks/results/README.md lists them).
+#: The most windows that are replayed with batches of one size, including those of the trace. Of 135
+#: configurations trained for six updates, 44 had the same values to the byte from the second update
+#: on, 80 from the third, 8 from the fourth or fifth; in 3, two or three arrangements alternate
+#: forever (benchmarks/results/README.md lists them).
 MAX_WINDOWS = 6
 #: The allocated and the reserved peak, in bytes.
 Peaks = tuple[int, int]
@@ -33,12 +33,14 @@ class Window(NamedTuple):
         start: The position of its first event, right after the step that ends the window before.
         stop: The position after its last event.
         number: Its number among the windows of its stage, from 1 on.
+        num_alike: How many windows there are since the last batch of another size.
         stage: What its steps are steps of.
     """
 
     start: int
     stop: int
     number: int
+    num_alike: int
     stage: Stage = Stage.TRAINING
 
 
@@ -57,14 +59,17 @@ def last_windows(events: Sequence[Event]) -> list[Window]:
         steps = list(run)
         has_updates = any(step.has_update for step in steps)
         ends: list[int] = []
-        is_whole = False
+        num_alike = 0
+        is_whole = is_other = False
         for step in steps:
             is_whole |= step.has_update
+            is_other |= step.has_other_batch
             if is_whole or not has_updates:
                 ends.append(step.stop)
-                is_whole = False
+                num_alike = 0 if is_other else num_alike + 1
+                is_whole = is_other = False
         if len(ends) > 1 and ends[-1] == steps[-1].stop:
-            windows.append(Window(ends[-2], ends[-1], len(ends), steps[0].stage))
+            windows.append(Window(ends[-2], ends[-1], len(ends), num_alike, steps[0].stage))
     return windows
 
 
@@ -72,17 +77,18 @@ class _Step(NamedTuple):
     stage: Stage
     stop: int
     has_update: bool
+    has_other_batch: bool
 
 
 def _steps(marks: Iterable[tuple[int, Event]]) -> Iterator[_Step]:
-    stage, has_update = Stage.TRAINING, False
+    stage, has_update, has_other_batch = Stage.TRAINING, False, False
     for position, event in marks:
         if isinstance(event, StepStart):
-            stage = event.stage
+            stage, has_other_batch = event.stage, event.batch_size is not None
         elif isinstance(event, PhaseEnd):
             has_update |= event.phase is Phase.OPTIMIZER_STEP
         elif isinstance(event, StepEnd):
-            yield _Step(stage, position + 1, has_update)
+            yield _Step(stage, position + 1, has_update, has_other_batch)
             has_update = False
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.tensors import tensors_in
@@ -53,6 +55,25 @@ def infer_batch_size(batch: object) -> BatchSize:
     if not sizes:
         return BatchSize(batch_size=None)
     return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
+
+
+def last_batch_size(loader: Any, batch_size: int | None, num_batches: float) -> int | None:
+    """Samples in the smaller last batch of an epoch that has up to `num_batches`; None if unknown.
+
+    `batch_size` is what the model sees: with pairs several samples for each of the loader's own.
+    Only PyTorch's own batches of a sampler with a length are known.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or batches.drop_last or batch_size is None:
+        return None
+    try:
+        num_whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+        times, is_uneven = divmod(batch_size, batches.batch_size)
+    except Exception:  # a stream, or the user's code
+        return None
+    if not rest or not times or is_uneven or not 0 < num_whole < num_batches:
+        return None
+    return rest * times
 
 
 def outline(batch: object) -> str:

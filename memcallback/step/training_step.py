@@ -58,6 +58,11 @@ class TrainingStep(Step):
         keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
             call until the next one has returned, as `outputs = model(batch)` in a loop does; or
             `none`, as `loss = criterion(model(batch), targets)` does.
+        other_batch_size: Samples in a smaller batch that comes in between, such as the last one of
+            an epoch. For compiled code only: PyTorch may compile again for it, and the prediction
+            is for the updates after that.
+        other_sequence_length: Length of the sequences in shorter batches that come in between, as
+            `other_batch_size`; it needs `sequence_length`.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
@@ -78,7 +83,8 @@ class TrainingStep(Step):
 
     Raises:
         ValueError: For an unknown precision, a number out of range, a sequence length that no
-            tensor has, an empty list of losses, or an optimizer of another model.
+            tensor has, a batch in between that is not smaller, an empty list of losses, or an
+            optimizer of another model.
         TypeError: For an argument of the wrong type, or a function that cannot be called with its
             arguments.
     """
@@ -101,6 +107,8 @@ class TrainingStep(Step):
         ranks: Ranks | None = None,
         also: AlsoOption = None,
         keep_outputs: KeptInTraining = "none",
+        other_batch_size: int | None = None,
+        other_sequence_length: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -128,6 +136,12 @@ class TrainingStep(Step):
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
         self.keep_outputs = one_of("keep_outputs", keep_outputs, KeptInTraining)
+        self.other_batch_size = _smaller(
+            "other_batch_size", other_batch_size, "batch_size", self.batch_size.batch_size
+        )
+        self.other_sequence_length = _smaller(
+            "other_sequence_length", other_sequence_length, "sequence_length", self.sequence_length
+        )
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.change_optimizers: ChangeOptimizers | None = None
@@ -178,6 +192,8 @@ class TrainingStep(Step):
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
         also: AlsoOption = None,
+        other_batch_size: int | None = None,
+        other_sequence_length: int | None = None,
     ) -> TrainingStep:
         """The step that a LightningModule's `training_step` describes.
 
@@ -194,6 +210,8 @@ class TrainingStep(Step):
             ranks: As for `TrainingStep`.
             also: As for `TrainingStep`. Modules that the module hides in a list are found without
                 it.
+            other_batch_size: As for `TrainingStep`.
+            other_sequence_length: As for `TrainingStep`.
 
         Raises:
             TypeError: As for `TrainingStep`, and if the module has no `training_step`.
@@ -229,6 +247,8 @@ class TrainingStep(Step):
             clip_grad_value=clip_grad_value,
             ranks=ranks,
             also=also,
+            other_batch_size=other_batch_size,
+            other_sequence_length=other_sequence_length,
         )
         loop = step.lightning = LightningLoop(DEFAULT_DTYPES.get(step.precision))
         # The loss does not refer to the step: such a cycle would keep the batch alive until
@@ -278,6 +298,9 @@ class TrainingStep(Step):
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
+        for name in ("other_batch_size", "other_sequence_length"):
+            if name not in changes:  # the new batch may be the smaller one
+                setattr(step, name, getattr(self, name))
         step.zero_grad_before_forward = (
             self.zero_grad_before_forward
             if zero_grad_before_forward is None
@@ -323,6 +346,21 @@ def _check_several_losses(number: int, optimizer: object, accumulate: int) -> No
 def _check_clipping(name: str, value: float | None, example: str) -> None:
     if value is not None:
         above_0(name, value, f"Give the largest {example}, or None for no clipping.")
+
+
+def _smaller(name: str, other: object, own_name: str, own: int | None) -> int | None:
+    """Check that a size of batches in between is smaller than that of the step's own."""
+    if other is None:
+        return None
+    size = whole_number(name, other, "Leave it out if all batches have the same size.")
+    if own is None:
+        raise ValueError(f"{name}={size} needs {own_name}, which is not known: give it too.")
+    if size >= own:
+        raise ValueError(
+            f"{name} must be less than {own_name}, {own}, got {size}. Give the larger batch as "
+            "batch."
+        )
+    return size
 
 
 def _check_manual_optimization(**options: object) -> None:

@@ -83,6 +83,8 @@ class TraceMarks:
         self._mode = mode
         self._ledger = mode.ledger
         self._last_phase: Phase | None = None
+        #: Samples in the batches that come now, if others than in the step's own.
+        self.other_batch_size: int | None = None
         self.repeated_parts: list[Repeated] = []
         #: Where marks of the boundaries since the last windows belong.
         self._boundaries: list[list[Row]] = []
@@ -273,7 +275,7 @@ class TraceMarks:
     def step(self, stage: Stage = Stage.TRAINING) -> Iterator[None]:
         """Mark a step."""
         self._mode.in_flight.begin_step()
-        self._ledger.start_step(stage)
+        self._ledger.start_step(stage, self.other_batch_size)
         yield
         self._ledger.end_step()
 

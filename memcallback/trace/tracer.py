@@ -40,6 +40,7 @@ from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks, newer_torch_needed
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
+from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.caveats import caveats, not_compiled
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
@@ -215,7 +216,7 @@ def _run(
         patched(paged_memory_patches(mode)),
     ):
         mode.calibrate()
-        tracer = _Tracer(request, mode, rank.ranks if rank else None)
+        tracer = _Tracer(request, mode, code, rank.ranks if rank else None)
         with _semantics(step, mode, rank):
             try:
                 tracer.run()
@@ -274,8 +275,10 @@ def _hint(step: Step) -> str:
 class _Tracer:
     """A training on copies of fake tensors, from moving the model to the device on."""
 
-    def __init__(self, request: TraceRequest, mode: TraceMode, ranks: Ranks | None) -> None:
-        self._request, self._mode, self._ranks = request, mode, ranks
+    def __init__(
+        self, request: TraceRequest, mode: TraceMode, code: CompiledCode, ranks: Ranks | None
+    ) -> None:
+        self._request, self._mode, self._code, self._ranks = request, mode, code, ranks
         step = request.step
         #: The training, and the forward passes that are predicted after it.
         self._training = step if isinstance(step, TrainingStep) else None
@@ -343,6 +346,8 @@ class _Tracer:
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
         self._infos: tuple[ModuleInfo, ...] = ()
+        #: The sizes of the batches that come now, if others than the step's own.
+        self._other: BatchSizes | None = None
         #: Of the model's last call, if the training keeps them.
         self._outputs: Any = None
         #: Totals at the end of each update.
@@ -400,13 +405,36 @@ class _Tracer:
         with hooks:
             # Compiled code tells in the first update how many it takes.
             while number < (self._request.num_updates or num_to_settle + 1):
-                run_window(training)
-                self.marks.label_states(self._in_hooks)
-                num_to_settle = self._count_work()
+                num_to_settle = self._update(training)
                 if number == 0 and fill_history(optimizers):
                     self.marks.label_states(optimizers)
                     mode.assumed[_FULL_HISTORY] = None
                 number += 1
+            if not self._request.num_updates:
+                self._follow_other_batch(training, number)
+
+    def _update(self, training: Training) -> int:
+        """Run an update; gives the number of those after which all are alike."""
+        run_window(training)
+        self.marks.label_states(self._in_hooks)
+        return self._count_work()
+
+    def _follow_other_batch(self, training: Training, num_to_settle: int) -> None:
+        """Run an update with a batch of another size, and some more with the step's own."""
+        step, code = training.step, self._code
+        own = self._sizes(step)
+        other = own.other(step)
+        # A pipeline's stages agree on the sizes before the first batch.
+        if other == own or not code.has_compiled_passes or isinstance(self._model, Pipeline):
+            return
+        code.say_other_batch(own, other)
+        # A graph warms up with the first batch of a size, and is recorded with the second.
+        for _ in range(2 if code.has_graphs else 1):
+            self._other, self.marks.other_batch_size = other, other.batch_size
+            self._update(training)
+            self._other = self.marks.other_batch_size = None
+            for _ in range(num_to_settle):
+                self._update(training)
 
     def _keep_outputs(self, model: torch.nn.Module, batch: object, outputs: Any) -> None:
         self._outputs = outputs
@@ -538,19 +566,24 @@ class _Tracer:
         return optimizers
 
     def _new_batch(self, step: Step) -> Any:
-        request = self._request
         size, length = step.batch_size.batch_size or 0, step.sequence_length
-        # A training that comes before keeps its own.
-        is_resized = step is request.step
-        new_size = (request.batch_size if is_resized else None) or size
-        new_length = request.sequence_length if is_resized else None
-        lengths = (length, new_length) if length and new_length else None
+        new = self._other or self._sizes(step)
+        lengths = (length, new.length) if length and new.length else None
         with self._mode.unrecorded():
             batch = resize_batch(
-                self._batches[step.stage], size, self._num_parts * new_size, lengths=lengths
+                self._batches[step.stage], size, self._num_parts * new.batch_size, lengths=lengths
             )
         self.marks.add_batch(batch)
         return batch
+
+    def _sizes(self, step: Step) -> BatchSizes:
+        """The sizes that are asked for; a training that comes before a forward pass has its own."""
+        request = self._request
+        is_resized = step is request.step
+        return BatchSizes(
+            (request.batch_size if is_resized else None) or step.batch_size.batch_size or 0,
+            (request.sequence_length if is_resized else None) or step.sequence_length,
+        )
 
 
 def _is_left_on_host(it: object, step: Step) -> bool:

@@ -131,6 +131,18 @@ def settled(steps, num_steps=1):
     )
 
 
+@settings(max_examples=50)
+@given(slots=PROGRAMS)
+def test_after_a_batch_of_another_size_as_many_windows_are_repeated(slots):
+    events = list(unrolled(slots, 5).events)
+    third = [position for position, event in enumerate(events) if event == StepStart()][2]
+    events[third] = StepStart(batch_size=5)
+    ours = replayed(AllocationTrace(tuple(events)))
+    later = replayed(unrolled(slots, 3 + MAX_WINDOWS)).steps[3:]
+    assert [without_counts(step) for step in ours.steps[4:]] == settled(later)
+    assert [step.batch_size for step in ours.steps] == [None, None, 5, None, None]
+
+
 @settings(max_examples=150)
 @given(slots=PROGRAMS, num_steps=st.sampled_from([1, 2]), capacity=st.none() | st.integers(50, 300))
 def test_a_repeated_window_is_that_of_a_longer_trace(slots, num_steps, capacity):
@@ -228,7 +240,7 @@ def test_where_it_does_not_settle_the_spread_of_the_peaks_is_said():
 
 
 def test_a_spread_that_no_digit_shows_is_not_said():
-    window = Window(0, 4, 2, Stage.TRAINING)
+    window = Window(0, 4, 2, 2, Stage.TRAINING)
     peaks = [(100 * MiB, 200 * MiB), (100 * MiB + 512, 200 * MiB)]
     assert unsettled(window, peaks) == ()
     assert len(unsettled(window, [*peaks, (101 * MiB, 200 * MiB)])) == 1
@@ -243,9 +255,9 @@ def test_windows_are_the_steps_up_to_an_update():
         StepEnd(),
     )
     assert last_windows((*steps, *update, Alloc(0, 1), *steps, *update, Free(0))) == [
-        (8, 17, 2, Stage.TRAINING)
+        (8, 17, 2, 2, Stage.TRAINING)
     ]
-    assert last_windows(steps * 3) == [(8, 12, 3, Stage.TRAINING)]
+    assert last_windows(steps * 3) == [(8, 12, 3, 3, Stage.TRAINING)]
     assert last_windows(steps) == []
     assert last_windows((*update, *update, *steps)) == []
     assert last_windows(()) == []

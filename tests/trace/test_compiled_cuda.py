@@ -134,3 +134,56 @@ def test_a_steady_step_makes_the_same_requests_in_a_process_that_compiled(monkey
         of_process.append(json.loads(file.read_text()))
     cold, warm = of_process
     assert cold[1:] == warm[1:]
+
+
+class Attention(nn.Module):
+    """Attention between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = nn.Linear(384, 1152), nn.Linear(384, 384)
+
+    def forward(self, x):
+        parts = self.project(x).unflatten(-1, (3, 6, -1)).transpose(1, 3).unbind(2)
+        attended = nn.functional.scaled_dot_product_attention(*parts)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def peaks_with_another_size(_, options, file):
+    """In a process of its own: the peaks of each update, predicted and measured."""
+    model, batch = torch.compile(Attention(), **options), torch.ones(8, 256, 384)
+    step = mc.TrainingStep(
+        model,
+        batch,
+        loss=loss_of,
+        optimizer=torch.optim.AdamW,
+        precision="bf16-mixed",
+        other_batch_size=5,
+    )
+    predicted = mc.predict(step, device="cuda").steps
+    model.cuda()
+    optimizer, measured = torch.optim.AdamW(model.parameters()), []
+    for each in predicted:
+        torch.cuda.reset_peak_memory_stats()
+        on_device = batch[: each.batch_size].cuda()
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(model, on_device)
+        loss.backward()
+        optimizer.step()
+        del loss, on_device
+        measured.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+    ours = [[each.peak_allocated_bytes, each.peak_reserved_bytes] for each in predicted]
+    with open(file, "w") as opened:
+        json.dump([ours, measured], opened)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=str)
+def test_updates_after_a_smaller_batch_are_predicted(options, monkeypatch, tmp_path):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "figures.json"
+    for _ in range(2):  # the second finds the code of the first
+        torch.multiprocessing.spawn(peaks_with_another_size, (options, str(file)), nprocs=1)
+    predicted, measured = json.loads(file.read_text())
+    assert predicted == measured

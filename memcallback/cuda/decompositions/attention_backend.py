@@ -248,7 +248,7 @@ def _cudnn_shapes(call: AttentionCall, device: DeviceSpec) -> bool:
         limit = 192
     most = 65535 if torch_version() >= (2, 13) else 2**31
     return (
-        max(call.query.shape[:2]) <= most
+        all(size <= most for size in call.query.shape[:2])
         and max(size, value_size) <= limit
         and size % 8 == value_size % 8 == 0
         and call.key.shape[2] != 1

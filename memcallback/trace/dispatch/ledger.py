@@ -245,9 +245,9 @@ class Ledger:
         """Note which modules run from here on."""
         self._marks.append(ModuleMark(len(self._rows), path, is_backward))
 
-    def start_step(self, stage: Stage) -> None:
-        """Begin a step."""
-        self._rows.append(StepStart(stage))
+    def start_step(self, stage: Stage, batch_size: int | None = None) -> None:
+        """Begin a step, perhaps with a batch of another size."""
+        self._rows.append(StepStart(stage, batch_size))
 
     def cut(self) -> int:
         """Keep frees before this place apart from those after it; its number."""

@@ -16,6 +16,7 @@ import memcallback
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import torch_version
 from memcallback.core.types import Phase
+from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
 
@@ -35,9 +36,17 @@ _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
     "values are for a training that finds this code in Inductor's cache. In 166 measured "
     "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
-    "one that found the code, and at most 200 MiB more afterwards. If the batch size changes, as "
-    "with a smaller last batch, PyTorch compiles again, with dynamic shapes: five such trainings "
-    "reserved at most 10 % more than predicted."
+    "one that found the code, and at most 200 MiB more afterwards."
+)
+#: The figures: as of `_COMPILED`.
+_ONE_SIZE = (
+    "All batches are assumed to have the same size. With a batch of another size, such as a "
+    "smaller last one, PyTorch compiles again, with dynamic shapes: five such trainings reserved "
+    "at most 10 % more than predicted. TrainingStep(other_batch_size=...) predicts such a training."
+)
+_OTHER_SIZE = (
+    "The values are for the updates after one with a batch {}, as at the end of an epoch, for "
+    "which PyTorch compiles again if it has to. Before, an update can need less or more."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') warm up in the first update, are "
@@ -69,6 +78,7 @@ class CompiledCode:
         compiles: Whether it is compiled for the card.
         has_compiled: Whether anything was compiled for the card.
         has_compiled_passes: Whether that was more than the update of an optimizer.
+        has_graphs: Whether any of it runs in CUDA graphs.
         is_noted: Whether it was said that some code was not.
     """
 
@@ -78,6 +88,7 @@ class CompiledCode:
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
         self._graphs: Any = None
+        self._has_other_batch = False
 
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
@@ -95,6 +106,16 @@ class CompiledCode:
                 yield from random_state_patches()
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
+
+    @property
+    def has_graphs(self) -> bool:
+        return self._graphs is not None and self._graphs.is_open
+
+    def say_other_batch(self, own: BatchSizes, other: BatchSizes) -> None:
+        """Say that a batch of another size comes in between."""
+        self._has_other_batch = True
+        self._mode.assumed.pop(_ONE_SIZE, None)
+        self._mode.assumed[_OTHER_SIZE.format(own.unlike(other))] = None
 
     def note(self, name: str) -> None:
         """Say that some code was not compiled."""
@@ -149,6 +170,8 @@ class CompiledCode:
             # Of optimizers in hooks of the backward pass too.
             if not in_update and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
                 self.has_compiled_passes = True
+                if not self._has_other_batch:
+                    self._mode.assumed[_ONE_SIZE] = None
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
             if _has_compiled_autograd():
                 self._mode.assumed[_COMPILED_AUTOGRAD] = None

@@ -109,11 +109,15 @@ class _Recording:
 
 
 class GraphTree:
-    """The CUDA graphs of one trace."""
+    """The CUDA graphs of one trace.
+
+    Attributes:
+        is_open: Whether a function runs in a graph.
+    """
 
     def __init__(self, mode: TraceMode) -> None:
         self._mode = mode
-        self._is_open = False
+        self.is_open = False
         self._roots: list[_Recording] = []
         self._warm: set[_Function] = set()
         #: Of each call on the path, what it returned in the pool.
@@ -196,9 +200,9 @@ class GraphTree:
 
     def _open(self) -> None:
         """Make the tree as it is first used."""
-        if self._is_open:
+        if self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         mode, ledger = self._mode, self._mode.ledger
         settled = mode.num_windows + _NUM_CALLS_TO_SETTLE
         mode.num_windows_to_settle = max(mode.num_windows_to_settle, settled)

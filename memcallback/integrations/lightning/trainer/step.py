@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from memcallback.core.errors import reason_of, warn_and_go_on
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.torch_private import FakeTensorMode
+from memcallback.step.batch import infer_batch_size, last_batch_size
 from memcallback.step.beside import modules_held_by
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
@@ -55,6 +57,9 @@ def step_of(
     )
     is_by_value = trainer.gradient_clip_algorithm == "value"
     held = modules_held_by(trainer.callbacks)
+    size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
+    steps = trainer.max_steps
+    num_batches = inf if steps in (None, -1) else steps * trainer.accumulate_grad_batches
     return TrainingStep.from_lightning(
         pl_module if unsharded is None else unsharded.module,
         batch,
@@ -70,6 +75,9 @@ def step_of(
             for name, module in held.items()
             if module is not pl_module and module is not trainer.model
         },
+        other_batch_size=last_batch_size(
+            trainer.train_dataloader, size, min(trainer.num_training_batches, num_batches)
+        ),
     )
 
 
