@@ -24,15 +24,9 @@ from memcallback.core.torch_private import current_autograd_node, next_sequence_
 from memcallback.core.visible import visible_name
 from memcallback.step.copies.compiled import is_compiled
 from memcallback.step.hooks import Hook, remove_hooks
+from memcallback.step.model import unwrapping
 
 T = TypeVar("T")
-
-#: Wrappers and the attribute that holds the wrapped model, which has its own module names.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
 
 
 class SequenceLog(Generic[T]):
@@ -224,7 +218,7 @@ class ModuleFollower:
             if (
                 is_inside
                 or is_compiled(module)
-                or any(type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called))
+                or any(type(outer).__name__ == "OptimizedModule" for outer in unwrapping(called))
             ):
                 compiled.append(name)
                 inside = (*inside, f"{name}." if name else "")
@@ -272,17 +266,9 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
     The names in several models begin with the model's number.
     """
     for number, outer in enumerate(models):
-        *_, model = _unwrapping(outer)
+        *_, model = unwrapping(outer)
         for name, module in model.named_modules(prefix=str(number) if len(models) > 1 else ""):
             yield visible_name(name), module, outer if module is model else module
-
-
-def _unwrapping(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and, if it is a wrapper, what it wraps."""
-    yield module
-    while type(module).__name__ in _WRAPPERS:
-        module = getattr(module, _WRAPPERS[type(module).__name__])
-        yield module
 
 
 def _is_compiled_with_hooks(module: nn.Module) -> bool:

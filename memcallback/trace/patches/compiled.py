@@ -79,6 +79,12 @@ class CompiledCode:
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
         self._graphs: Any = None
 
+    @property
+    def has_no_operators(self) -> bool:
+        """Whether compiled code ran, and Dynamo has found no operator in it."""
+        was_called = self._graphs is not None
+        return was_called and self._graphs.num_compiled == 0 and not self.is_noted
+
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
         # What the program has compiled already. Where PyTorch lacks this, nothing is said.
@@ -135,6 +141,7 @@ class CompiledCode:
         def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
             if frame.f_code.co_filename.startswith(_OWN):
                 return skip
+            num_before = graphs.num_compiled
             try:
                 with compiling(self._mode, graphs):
                     compiled = callback(frame, *args, **kwargs)
@@ -145,6 +152,8 @@ class CompiledCode:
             if compiled.guarded_code is None:
                 return compiled  # there was nothing to compile
             self.has_compiled = True
+            if graphs.num_compiled == num_before:
+                return compiled  # Python around what Dynamo cannot follow
             in_update = self._mode.ledger.phase is Phase.OPTIMIZER_STEP
             # Of optimizers in hooks of the backward pass too.
             if not in_update and not frame.f_code.co_filename.startswith(_OPTIMIZERS):

@@ -109,9 +109,14 @@ class _Recording:
 
 
 class GraphTree:
-    """The CUDA graphs of one trace."""
+    """The CUDA graphs of one trace.
+
+    Attributes:
+        num_compiled: Functions that Inductor got to compile, with a CUDA graph or without.
+    """
 
     def __init__(self, mode: TraceMode) -> None:
+        self.num_compiled = 0
         self._mode = mode
         self._is_open = False
         self._roots: list[_Recording] = []
