@@ -85,12 +85,60 @@ def perceptron():
     )
 
 
+def wide_block(width, kind=nn.Sequential):
+    return kind(
+        nn.Linear(width, 4 * width),
+        nn.GELU(),
+        nn.LayerNorm(4 * width),
+        nn.Linear(4 * width, width),
+    )
+
+
+class Layer(nn.Sequential):
+    """With a forward pass of its own, which PyTorch compiles in place."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Perceptron(nn.Module):
+    """Wide layers, more than two of whose gradients do not fit into one of DDP's buckets."""
+
+    def __init__(self, width=1024, num_blocks=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(wide_block(width, Layer) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def in_sequence():
+    """Modules of PyTorch's own alone."""
+    return nn.Sequential(*(wide_block(1024) for _ in range(6)))
+
+
+def decoder():
+    """A transformer whose gradients fill several of DDP's buckets."""
+    return Transformer(width=512, num_blocks=6)
+
+
+def blocks_compiled(make_model):
+    """A function that makes a model whose blocks are compiled one by one, as for FSDP2."""
+
+    def make():
+        model = make_model()
+        for block in model.blocks:
+            block.compile()
+        return model
+
+    return make
+
+
 def compiled_transformer():
     """Blocks that are compiled one by one, as for FSDP2."""
-    model = Transformer()
-    for block in model.blocks:
-        block.compile()
-    return model
+    return blocks_compiled(Transformer)()
 
 
 class Recurrent(nn.Module):
@@ -164,6 +212,22 @@ MODELS = {
 _OF_PYTORCH = tuple(MODELS)
 MODELS["opt"] = Opt, MODELS["transformer"][1]
 MODELS["compiled transformer"] = compiled_transformer, MODELS["transformer"][1]
+for _name, _make, _batch in (
+    (
+        "wide perceptron",
+        Perceptron,
+        lambda: (torch.zeros(2048, 1024), torch.zeros(2048, dtype=torch.int64)),
+    ),
+    (
+        "decoder",
+        decoder,
+        lambda: (torch.zeros(8, 256, dtype=torch.int64), torch.zeros(8, 256, dtype=torch.int64)),
+    ),
+):
+    MODELS[_name] = _make, _batch
+    MODELS[f"{_name}, compiled blocks"] = blocks_compiled(_make), _batch
+    MODELS[f"{_name}, compiled"] = lambda make=_make: torch.compile(make()), _batch
+MODELS["wide nn.Sequential"] = in_sequence, MODELS["wide perceptron"][1]
 
 
 def loss_of(model, batch):
@@ -318,6 +382,7 @@ class Case:
     #: Where the model is made.
     place: str = "cpu"
     mesh: dict | None = None
+    precision: str = "32-true"
 
 
 def _policies():
@@ -403,6 +468,28 @@ def of_compiled():
     }
 
 
+def of_compiled_whole():
+    """Compiled models and wrappers, whose graphs end where buckets of gradients do."""
+    compiled, bf16 = {"compile": torch.compile}, "bf16-mixed"
+    policy, _ = _policies()
+    found = {}
+    for model in ("wide perceptron", "decoder"):
+        blocks, whole = f"{model}, compiled blocks", f"{model}, compiled"
+        found[f"{blocks}, ddp"] = Case("ddp", blocks)
+        found[f"{blocks}, ddp, bf16"] = Case("ddp", blocks, precision=bf16)
+        found[f"{blocks}, fsdp2"] = Case("fsdp2", blocks)
+        found[f"{blocks}, fsdp2 in bf16"] = Case("fsdp2", blocks, options={"mp_policy": policy})
+        found[f"{model}, DDP(torch.compile(model))"] = Case("ddp", whole)
+        found[f"{model}, DDP(torch.compile(model)), bf16"] = Case("ddp", whole, precision=bf16)
+        found[f"{model}, torch.compile(DDP(model))"] = Case("ddp", model, options=compiled)
+        found[f"{model}, torch.compile(DDP(model)), bf16"] = Case(
+            "ddp", model, options=compiled, precision=bf16
+        )
+    name = "wide nn.Sequential"
+    found[f"{name}, torch.compile(DDP(model))"] = Case("ddp", name, options=compiled)
+    return found
+
+
 def of_pipelines(world_size):
     """Models in stages, one or two of them on each rank; each stage has parameters."""
 
@@ -485,6 +572,10 @@ def wait_until_seen():
             return
 
 
+def autocast(case):
+    return torch.autocast("cuda", torch.bfloat16, enabled=case.precision == "bf16-mixed")
+
+
 def train(case, ranks, device_type):
     """What a rank predicts for itself, and what it then measures: figures of the steady step."""
     make_model, make_batch = MODELS[case.model]
@@ -492,7 +583,14 @@ def train(case, ranks, device_type):
     with torch.device(case.place):
         model = make_model()
     on_host = make_batch()
-    step = mc.TrainingStep(model, on_host, loss=case.loss, optimizer=case.optimizer, ranks=ranks)
+    step = mc.TrainingStep(
+        model,
+        on_host,
+        loss=case.loss,
+        optimizer=case.optimizer,
+        ranks=ranks,
+        precision=case.precision,
+    )
     predicted = mc.predict(step)
     model = ranks.parallelize(model, device_type)
     optimizer = case.optimizer(model.parameters())
@@ -509,7 +607,7 @@ def train(case, ranks, device_type):
                 if is_pipeline:
                     model.step(case.loss, batch)
                 else:
-                    with recorder.phase(mc.Phase.FORWARD):
+                    with recorder.phase(mc.Phase.FORWARD), autocast(case):
                         loss = case.loss(model, batch)
                     with recorder.phase(mc.Phase.BACKWARD):
                         loss.backward()
@@ -534,7 +632,8 @@ def run(rank, world_size, folder, names):
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    every, found = cases(world_size) | of_lists() | of_libraries() | of_compiled(), {}
+    every, found = cases(world_size) | of_lists() | of_libraries(), {}
+    every |= of_compiled() | of_compiled_whole()
     for name in names:
         case = every[name]
         # The process group holds what the case before left to its last collective until another one
@@ -543,6 +642,7 @@ def run(rank, world_size, folder, names):
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
+        torch.compiler.reset()
         ranks = mc.Ranks(world_size, case.strategy, rank=rank, mesh=case.mesh, **case.options)
         found[name] = train(case, ranks, "cuda")
     with open(f"{folder}/{rank}.json", "w") as file:

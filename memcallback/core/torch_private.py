@@ -59,6 +59,9 @@ if TYPE_CHECKING:
     decompositions: Any
     SavedTensor: Any
     compilation_callbacks: Any
+    compilation_counters: Any
+    dynamo_config: Any
+    skip_code: Any
     module_call: Any
     c10d_bindings: Any
     current_autograd_node: Callable[[], Any]
@@ -86,6 +89,7 @@ def _is_wrapper(tensor: object) -> bool:
 
 _TRACE = "predictions"
 _MODULES = "memory by module"
+_COMPILED_MODULES = "recording compiled modules"
 _MODES = "predictions in a `with torch.device(...)` block or under another mode"
 _CPU = "memory of a CPU"
 _PROFILER = "torch.autograd.profiler"
@@ -134,13 +138,18 @@ PARTS = {
     "compilation_callbacks": _Part(
         "torch._dynamo.callback",
         "callback_handler",
-        "recording compiled modules",
-        SimpleNamespace(
-            start_callbacks=[],
-            end_callbacks=[],
-            register_start_callback=lambda callback: None,
-            register_end_callback=lambda callback: None,
-        ),
+        _COMPILED_MODULES,
+        SimpleNamespace(start_callbacks=[], end_callbacks=[]),
+    ),
+    "compilation_counters": _Part(
+        "torch._dynamo.utils",
+        "counters",
+        _COMPILED_MODULES,
+        SimpleNamespace(get=lambda name: None),
+    ),
+    "dynamo_config": _Part("torch._dynamo", "config", _COMPILED_MODULES, SimpleNamespace()),
+    "skip_code": _Part(
+        "torch._dynamo.eval_frame", "skip_code", _COMPILED_MODULES, lambda code: None
     ),
     "module_call": _Part("torch.nn.Module", "_call_impl", "finding the steps of a loop"),
     "is_memory_history_on": _Part(

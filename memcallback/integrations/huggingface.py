@@ -21,11 +21,12 @@ from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
 from memcallback.integrations.huggingface_step import (
     PlannedEvaluation,
-    called_by_trainer,
     inputs_in,
+    is_known_wrapper,
     more_samples,
     step_of,
     training_step_here,
+    wrapped_by_trainer,
 )
 from memcallback.integrations.worst_moment import shortage, worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
@@ -217,9 +218,11 @@ class MemoryTrainerCallback(TrainerCallback):
         optimizer = unwrapped(optimizer)
         # The optimizers of DeepSpeed are none of PyTorch's.
         own = optimizer if hasattr(optimizer, "_optimizer_step_post_hooks") else None
-        called = called_by_trainer(model)
-        # A job's wrapper around the model is not part of the step that is predicted.
-        trained = called if getattr(called, "_orig_mod", None) is model else model
+        wrapped = wrapped_by_trainer(model)
+        # `torch_compile=True`: the model's own hooks would be compiled, and not run.
+        called = wrapped if has_compiled_code(wrapped) else model
+        # Other wrappers are not part of the step that is predicted.
+        trained = wrapped if is_known_wrapper(wrapped, model) else model
         recorder = self.recorder = MemoryRecorder(
             called,
             own,
@@ -241,7 +244,7 @@ class MemoryTrainerCallback(TrainerCallback):
         )
         if args.n_gpu > 1:
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)
-        if self._settings.predict and has_compiled_code(called) and called is not trained:
+        if self._settings.predict and called is not model and trained is model:
             self._monitor.notes = (*self._monitor.notes, _COMPILED_WRAPPER)
 
         def steps_of(model: torch.nn.Module) -> MakeStep:

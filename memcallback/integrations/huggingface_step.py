@@ -15,9 +15,9 @@ from memcallback.diagnose.tensors.variables import variables
 from memcallback.prediction.predict_here import predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.batch import infer_batch_size, last_batch_size
-from memcallback.step.copies.compiled import has_compiled_code
 from memcallback.step.loss import Loss
 from memcallback.step.model import is_sharded
+from memcallback.step.ranks import replicated
 from memcallback.step.training_step import TrainingStep
 
 _MORE_SAMPLES = (
@@ -132,17 +132,21 @@ def more_samples(inputs: Mapping[str, Any], batch_size: int) -> list[str]:
     return [_MORE_SAMPLES.format(batch_size, size, times)] if times > 1 and not rest else []
 
 
-def called_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
-    """What the Trainer that begins to train a model here calls: the model, or it compiled."""
+def wrapped_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
+    """What the Trainer that begins to train a model here calls: the model, or a wrapper of it."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
         wrapped = getattr(found.get("self"), "model_wrapped", None)
-        # `torch_compile=True`: the model's own hooks would be compiled, and not run.
-        if isinstance(wrapped, torch.nn.Module) and has_compiled_code(wrapped):
+        if isinstance(wrapped, torch.nn.Module):
             return wrapped if any(part is model for part in wrapped.modules()) else model
         frame = frame.f_back
     return model
+
+
+def is_known_wrapper(wrapped: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether a model that `torch.compile` or DistributedDataParallel wraps can be predicted."""
+    return replicated(wrapped) is not None or getattr(wrapped, "_orig_mod", None) is model
 
 
 def training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:

@@ -141,15 +141,18 @@ def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
 
 
 def _compiled_module_of(optimizer: Optimizer) -> torch.nn.Module | None:
-    """The module with the most parameters of an optimizer that was compiled in place, if any."""
+    """The module that was compiled in place and has all parameters of an optimizer, if any."""
     parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    best, most = None, 0
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.nn.Module) and is_compiled_in_place(candidate):
-            count = sum(id(parameter) in parameters for parameter in candidate.parameters())
-            if count > most and candidate.training:
-                best, most = candidate, count
-    return best
+        if (
+            issubclass(type(candidate), torch.nn.Module)
+            and is_compiled_in_place(candidate)
+            and candidate.training
+            and parameters <= set(map(id, candidate.parameters()))
+        ):
+            found: torch.nn.Module = candidate
+            return found
+    return None
 
 
 def _is_inside(modules: tuple[str, ...]) -> bool:

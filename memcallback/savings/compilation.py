@@ -27,6 +27,7 @@ _STRATEGIES = ("ddp", "fsdp2")
 #: How the caveats begin that tell of code that was not compiled (trace/patches/compiled.py and
 #: trace/caveats.py).
 _NOT_COMPILED = (
+    "torch.compile compiles no operator of this step",
     "Compiled code ran as it would without compilation",
     "Compiled code was traced as it would run without compilation",
     "A compiled module was traced as it would run without compilation",
@@ -37,8 +38,10 @@ _STOPPED = "PyTorch refuses that with an error"
 
 def compilation(step: TrainingStep) -> Iterator[Saving]:
     """Compiling what is not compiled, and smaller budgets for what is."""
-    is_compiled = any(map(has_compiled_code, step.model.modules())) or any(
-        map(is_compiled_function, step.losses)
+    is_compiled = (
+        any(map(has_compiled_code, step.model.modules()))
+        or any(map(is_compiled_function, step.losses))
+        or (step.ranks is not None and step.ranks.compiles_wrapper)
     )
     if step.ranks is not None and step.ranks.strategy not in _STRATEGIES:
         return
@@ -84,13 +87,20 @@ def _by_layer(model: nn.Module) -> Iterator[Saving]:
         return
     named = [_written(name) for name in containers]
     layers = named[0] if len(named) == 1 else f"[{', '.join(f'*{name}' for name in named)}]"
+    is_own = all(
+        type(layer).forward.__module__.partition(".")[0] != "torch"
+        for name in containers
+        for layer in model.get_submodule(name).children()
+    )
+    # In place, PyTorch does not compile a forward pass of its own classes.
+    call = "layer.compile()" if is_own else "layer.forward = torch.compile(layer.forward)"
     yield Saving(
         name="torch.compile, each layer",
         kind=COMPILATION,
         group=SavingGroup.CHANGES_NUMBERS,
         apply=partial(TrainingStep.varied, prepare=partial(_layers_compiled, containers)),
         changes="rounding, in fused kernels",
-        line=f"for layer in {layers}: layer.compile()",
+        line=f"for layer in {layers}: {call}",
     )
 
 

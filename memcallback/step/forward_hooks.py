@@ -1,8 +1,10 @@
 """Calls functions around the forward passes of modules, of which a compiler must see nothing.
 
 Dynamo compiles the hooks of a module together with what it finds in it, and compiles again when
-they change. So while it compiles, the hooks are taken away: what was compiled without hooks does
-not look for any (`torch._dynamo.config.skip_nnmodule_hook_guards`, PyTorch 2.6 to 2.13).
+they change. It does not look for hooks where it found none at all
+(`torch._dynamo.config.skip_nnmodule_hook_guards`, PyTorch 2.6 to 2.13). So while it compiles, hooks
+that come and go are taken away. A module that has hooks of others too gets none of them as soon as
+anything is compiled.
 
 `Module.compile()` compiles a module's own hooks, so they would never run. There, a wrapper around
 the compiled code takes their place. Dynamo sees through it, by the attributes of what it wraps.
@@ -14,15 +16,24 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from typing import Any
 
 from torch import nn
 
-from memcallback.core.torch_private import compilation_callbacks
+from memcallback.core import torch_private
 from memcallback.step.hooks import Hook, is_error_in_module
 
 #: Attributes of a wrapper: what it wraps, and what it calls.
 _WRAPPED, _CALLED = "_memcallback_wrapped", "_memcallback_called"
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_numbers = count()
 
 
 class ForwardHooks:
@@ -32,26 +43,27 @@ class ForwardHooks:
     """
 
     def __init__(self, module: nn.Module, before: Hook, after: Hook) -> None:
+        self.number = next(_numbers)
         self._module = weakref.ref(module)
         self._pair = before, after
         self._handles: list[Any] = []
+        self._is_removed = False
         #: The wrapper around code that `Module.compile()` made.
-        self._wrapper: Any = None
+        self._wrapper: weakref.ref[Any] | None = None
         if is_compiled_in_place(module):
             self._wrap(module)
         else:
             self.register()
-            _hidden_from_compiler.add(self)
 
     def register(self) -> None:
         """Register the hooks, before and behind all others."""
         module = self._module()
-        if module is not None and not self._handles:
-            before, after = self._pair
-            self._handles = [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after, always_call=True),
-            ]
+        if module is None or self._handles or self._is_removed:
+            return
+        before, after = self._pair
+        handles = self._handles
+        handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
 
     def unregister(self) -> None:
         """Take the hooks away."""
@@ -60,26 +72,67 @@ class ForwardHooks:
 
     def remove(self) -> None:
         """Call the functions no more."""
-        _hidden_from_compiler.discard(self)
+        self._is_removed = True
         self.unregister()
-        if self._wrapper is not None:
-            self._unwrap()
+        self._unwrap()
 
     def _wrap(self, module: nn.Module) -> None:
         call = vars(module)["_compiled_call_impl"]
         if not hasattr(call, _CALLED):
             call = vars(module)["_compiled_call_impl"] = _wrapper_of(module, call)
-        self._wrapper = call
+        self._wrapper = weakref.ref(call)
         getattr(call, _CALLED).insert(0, self._pair)
 
     def _unwrap(self) -> None:
-        wrapper, self._wrapper = self._wrapper, None
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is None:
+            return
+        self._wrapper = None
         called: list[Any] = getattr(wrapper, _CALLED)
         called.remove(self._pair)
         module = self._module()
         # Somebody else may have compiled the module again, or put a wrapper around ours.
         if module is not None and not called and _compiled_call_impl(module) is wrapper:
             vars(module)["_compiled_call_impl"] = getattr(wrapper, _WRAPPED)
+
+
+class PassingHooks(ForwardHooks):
+    """Hooks that come and go during a training, and are not there while Dynamo compiles."""
+
+    def __init__(self, module: nn.Module, before: Hook, after: Hook) -> None:
+        super().__init__(module, before, after)
+        if self._handles:
+            _compilations.hide(self)
+
+    def remove(self) -> None:
+        """Call the functions no more."""
+        super().remove()
+        _compilations.forget(self)
+
+    def step_aside(self) -> None:
+        """Take the hooks away for a compilation, or for good if that would notice their return."""
+        module = self._module()
+        if module is not None and (_checks_hooks() or _num_hooks(module) > len(self._handles)):
+            self._is_removed = True
+        self.unregister()
+
+    @staticmethod
+    def are_possible(module: nn.Module) -> bool:
+        """Whether no compiled code would notice that they come and go."""
+        return (
+            is_compiled_in_place(module)
+            or not _compilations.have_been()
+            or not (_checks_hooks() or _num_hooks(module))
+        )
+
+
+def _num_hooks(module: nn.Module) -> int:
+    return sum(len(getattr(module, name)) for name in _HOOKS)
+
+
+def _checks_hooks() -> bool:
+    """Whether Dynamo looks for hooks where it found none."""
+    return not getattr(torch_private.dynamo_config, "skip_nnmodule_hook_guards", True)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
@@ -100,7 +153,6 @@ def _compiled_call_impl(module: nn.Module) -> Any:
 def _wrapper_of(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
     reference, called = weakref.ref(module), list[tuple[Hook, Hook]]()
 
-    @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         pairs, module = tuple(called), reference()
         for before, _ in pairs:
@@ -115,51 +167,70 @@ def _wrapper_of(module: nn.Module, compiled: Callable[..., Any]) -> Callable[...
             after(module, args, output)
         return output
 
+    # Within other compiled code Dynamo would compile this, and with it the module, in its own way.
+    torch_private.skip_code(call.__code__)
+    functools.update_wrapper(call, compiled)
     setattr(call, _WRAPPED, compiled)
     setattr(call, _CALLED, called)
     return call
 
 
-class _HiddenFromCompiler:
-    """Hooks that are not there while Dynamo compiles."""
+class _Compilations:
+    """Takes hooks away while Dynamo compiles."""
 
     def __init__(self) -> None:
-        # In the order of their registration, each module's as deep as others around it.
-        self._hooks: dict[ForwardHooks, None] = {}
-        self._depth = 0
-        self._is_listening = False
+        # Weak: the module has the hooks, and these have us, as long as they are needed.
+        self._hooks: weakref.WeakSet[PassingHooks] = weakref.WeakSet()
+        #: What was taken away, while Dynamo compiles.
+        self._hidden: list[PassingHooks] = []
+        self._has_begun = False
 
-    def add(self, hooks: ForwardHooks) -> None:
-        self._hooks[hooks] = None
-        # Without it nothing is compiled; every optimizer imports it.
-        if not self._is_listening and "torch._dynamo" in sys.modules:
-            self._is_listening = True
-            compilation_callbacks.register_start_callback(self._compilation_begins)
-            compilation_callbacks.register_end_callback(self._compilation_ends)
+    def have_been(self) -> bool:
+        """Whether Dynamo has compiled anything."""
+        if "torch._dynamo" not in sys.modules:
+            return False
+        return self._has_begun or bool(torch_private.compilation_counters.get("frames"))
 
-    def discard(self, hooks: ForwardHooks) -> None:
-        self._hooks.pop(hooks, None)
-        if not self._hooks and self._is_listening:
-            self._is_listening, self._depth = False, 0
-            # `torch._dynamo.reset()` forgets all of them.
-            for callbacks, callback in (
-                (compilation_callbacks.start_callbacks, self._compilation_begins),
-                (compilation_callbacks.end_callbacks, self._compilation_ends),
-            ):
-                if callback in callbacks:
-                    callbacks.remove(callback)
+    def hide(self, hooks: PassingHooks) -> None:
+        """Take hooks away whenever Dynamo compiles."""
+        self._hooks.add(hooks)
+        # Nothing compiles without it; making an optimizer imports it.
+        if "torch._dynamo" in sys.modules:
+            callbacks = torch_private.compilation_callbacks
+            # `torch._dynamo.reset()` empties these lists.
+            if self._begin not in callbacks.start_callbacks:
+                callbacks.start_callbacks.append(self._begin)
+                callbacks.end_callbacks.append(self._end)
 
-    def _compilation_begins(self, *_: object) -> None:
-        self._depth += 1
-        if self._depth == 1 and not is_error_in_module():
-            for hooks in tuple(self._hooks):
-                hooks.unregister()
+    def forget(self, hooks: PassingHooks) -> None:
+        """Hooks are removed; after the last ones, nothing of ours is called."""
+        self._hooks.discard(hooks)
+        if self._hooks or "torch._dynamo" not in sys.modules:
+            return
+        self._hidden = []
+        callbacks = torch_private.compilation_callbacks
+        for called, own in (
+            (callbacks.start_callbacks, self._begin),
+            (callbacks.end_callbacks, self._end),
+        ):
+            with suppress(ValueError):
+                called.remove(own)
 
-    def _compilation_ends(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            for hooks in tuple(self._hooks):
+    def _begin(self, *_: object) -> None:
+        self._has_begun = True
+        if self._hidden or is_error_in_module():
+            return
+        self._hidden = sorted(self._hooks, key=lambda hooks: hooks.number)
+        for hooks in self._hidden:
+            # An error would be the training's, and Dynamo would count its compilations wrong.
+            with suppress(Exception):
+                hooks.step_aside()
+
+    def _end(self, *_: object) -> None:
+        hidden, self._hidden = self._hidden, []
+        for hooks in hidden:
+            with suppress(Exception):
                 hooks.register()
 
 
-_hidden_from_compiler = _HiddenFromCompiler()
+_compilations = _Compilations()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
 import torch
@@ -14,6 +14,12 @@ from memcallback.core.torch_private import is_traceable_wrapper_subclass
 
 #: If one child has more than this share of a container's layers, we look inside that child.
 _DOMINANT_SHARE = 0.75
+#: Wrappers and the attribute that holds the wrapped model, which has its own module names.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
 #: How many names an error lists.
 _NUM_LISTED = 8
 
@@ -124,6 +130,14 @@ def is_sharded(model: nn.Module) -> bool:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return True
     return any(is_traceable_wrapper_subclass(parameter) for parameter in model.parameters())
+
+
+def unwrapping(model: nn.Module) -> Iterator[nn.Module]:
+    """A model and, if it is a wrapper, what it wraps."""
+    yield model
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, _WRAPPERS[type(model).__name__])
+        yield model
 
 
 def devices_of(model: nn.Module) -> list[str]:

@@ -23,17 +23,11 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
 from memcallback.core.visible import visible_name
 from memcallback.step.copies.compiled import is_compiled
-from memcallback.step.forward_hooks import ForwardHooks, is_compiled_in_place
+from memcallback.step.forward_hooks import PassingHooks, is_compiled_in_place
 from memcallback.step.hooks import Hook, remove_hooks
+from memcallback.step.model import unwrapping
 
 T = TypeVar("T")
-
-#: Wrappers and the attribute that holds the wrapped model, which has its own module names.
-_WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
 
 
 class SequenceLog(Generic[T]):
@@ -116,15 +110,21 @@ class ModuleFollower:
         remove_hooks()
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
+        with_hooks: list[str] = []
         for name, module in self._hookable(compiled):
-            enter, leave = partial(self._enter, name), partial(self._leave, name)
-            self._handles.append(ForwardHooks(module, self._hook(enter), self._hook(leave)))
-        if compiled:
-            names = ", ".join(repr(name) if name else "the root module" for name in compiled[:3])
-            more = " and more" if len(compiled) > 3 else ""
-            self.notes = (
-                f"The submodules of these compiled modules cannot be shown: {names}{more}.",
+            if PassingHooks.are_possible(module):
+                enter, leave = partial(self._enter, name), partial(self._leave, name)
+                self._handles.append(PassingHooks(module, self._hook(enter), self._hook(leave)))
+            else:
+                with_hooks.append(name)
+        self.notes = tuple(
+            f"{text} cannot be shown: {_listed(names)}."
+            for text, names in (
+                ("The submodules of these compiled modules", compiled),
+                ("Beside compiled code, these modules with hooks of their own", with_hooks),
             )
+            if names
+        )
 
     def begin_phase(self) -> None:
         """Report the next module even if it is the one that ran last."""
@@ -218,16 +218,16 @@ class ModuleFollower:
         for name, module, called in _named_modules(self._models):
             if name.startswith(inside):
                 continue
-            has_no_hooks = _has_no_hooks(module)
+            is_unseen = _cannot_be_followed(module)
             if (
-                has_no_hooks
+                is_unseen
                 or is_compiled(module)
                 or is_compiled_in_place(module)
-                or any(type(outer).__name__ == "OptimizedModule" for outer in _unwrapping(called))
+                or any(type(outer).__name__ == "OptimizedModule" for outer in unwrapping(called))
             ):
                 compiled.append(name)
                 inside = (*inside, f"{name}." if name else "")
-            if not has_no_hooks:
+            if not is_unseen:
                 yield name, called
 
 
@@ -271,21 +271,18 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
     The names in several models begin with the model's number.
     """
     for number, outer in enumerate(models):
-        *_, model = _unwrapping(outer)
+        *_, model = unwrapping(outer)
         for name, module in model.named_modules(prefix=str(number) if len(models) > 1 else ""):
             yield visible_name(name), module, outer if module is model else module
 
 
-def _unwrapping(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and, if it is a wrapper, what it wraps."""
-    yield module
-    while type(module).__name__ in _WRAPPERS:
-        module = getattr(module, _WRAPPERS[type(module).__name__])
-        yield module
+def _listed(names: list[str]) -> str:
+    listed = ", ".join(repr(name) if name else "the root module" for name in names[:3])
+    return f"{listed} and more" if len(names) > 3 else listed
 
 
-def _has_no_hooks(module: nn.Module) -> bool:
-    """Whether nothing can be called around a module: of TorchScript, or a compiled LightningModule.
+def _cannot_be_followed(module: nn.Module) -> bool:
+    """Whether a module is TorchScript, or a compiled LightningModule.
 
     Of the latter the Trainer calls compiled steps, and not the module.
     """

@@ -15,6 +15,7 @@ from torch import nn
 from memcallback.core.tensors import torch_version
 from memcallback.core.units import MiB
 from memcallback.core.validation import described, whole_number
+from memcallback.step.copies.compiled import CompiledAs, has_compiled_code
 from memcallback.step.model import layer_containers
 from memcallback.step.pipeline import Pipeline, PipelineError, check_options, in_pipeline
 
@@ -37,6 +38,7 @@ class Ranks:
     runs on a model of fake tensors, in a process group of `world_size` ranks that sends nothing.
 
     - `ddp`: `torch.nn.parallel.DistributedDataParallel`, buckets and communication hooks included.
+      It calls a compiled model, or is compiled itself (option `compile`).
     - `fsdp2`: `torch.distributed.fsdp.fully_shard` of each layer of the model's outermost
       containers (`nn.ModuleList`, `nn.Sequential`) and of the whole model. Over a mesh of two
       dimensions this is HSDP: replicas over the first, shards over the second.
@@ -58,8 +60,9 @@ class Ranks:
         strategy: How the model is spread over them: one of the names above, or a function.
         rank: Which rank, from 0.
         mesh: Names and sizes of the dimensions of the device mesh; by default `{"dp": world_size}`.
-        options: The strategy's options. `ddp`: arguments of `DistributedDataParallel`, and
-            `comm_hook` and `comm_state` (`register_comm_hook`). `fsdp2`: arguments of
+        options: The strategy's options. `ddp`: arguments of `DistributedDataParallel`; `comm_hook`
+            and `comm_state` (`register_comm_hook`); `compile`, a function that compiles the
+            `DistributedDataParallel`, such as `torch.compile`. `fsdp2`: arguments of
             `fully_shard`. `tensor_parallel`: `plan`. `pipeline`: `n_microbatches`; `schedule`, a
             name for `get_schedule_class` (default `1F1B`); `split`, a function of the model, a
             stage's number from 0 and the number of stages, which returns the stage's module (by
@@ -141,6 +144,11 @@ class Ranks:
         return f"Ranks({self.world_size}, {strategy}{arguments})"
 
     @property
+    def compiles_wrapper(self) -> bool:
+        """Whether the `DistributedDataParallel` itself is compiled."""
+        return self.options.get("compile") is not None
+
+    @property
     def num_updates_to_settle(self) -> int:
         """The number of updates after which each further one allocates the same.
 
@@ -215,11 +223,17 @@ def newer_torch_needed() -> str:
     return ".".join(map(str, _OLDEST_TORCH)) if torch_version() < _OLDEST_TORCH else ""
 
 
+def replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """The `DistributedDataParallel` that a model is, or that `torch.compile` has made it of."""
+    ddp = getattr(model, "_orig_mod", model)
+    return ddp if isinstance(ddp, nn.parallel.DistributedDataParallel) else None
+
+
 def ranks_of(model: nn.Module) -> Ranks | None:
-    """The job of a `DistributedDataParallel`; None for any other model."""
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
+    """The job of a `DistributedDataParallel`, perhaps a compiled one; None for other models."""
+    wrapped: Any = replicated(model)
+    if wrapped is None:
         return None
-    wrapped: Any = model
     options = {
         name: getattr(wrapped, name)
         for name in (
@@ -235,6 +249,8 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         options["bucket_cap_mb"] = capacity_bytes / MiB
     for hook, state in wrapped._comm_hooks:
         options |= {"comm_hook": hook, "comm_state": state}
+    if has_compiled_code(model):
+        options["compile"] = CompiledAs(model)
     return Ranks(wrapped.process_group.size(), "ddp", rank=wrapped.process_group.rank(), **options)
 
 
@@ -245,7 +261,7 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
     known = {
         "ddp": {*inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters}
         - {"self", "module", "device_ids", "output_device", "process_group", "device_mesh"}
-        | {"comm_hook", "comm_state"},
+        | {"comm_hook", "comm_state", "compile"},
         "fsdp2": {*inspect.signature(fully_shard).parameters} - {"module", "mesh"},
         "tensor_parallel": {"plan"},
         "pipeline": {*inspect.signature(in_pipeline).parameters} - {"model", "mesh"},
@@ -255,6 +271,11 @@ def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"strategy {strategy!r} takes no {name!r}. It takes {', '.join(sorted(known))}."
             )
+    if not callable(options.get("compile", torch.compile)):
+        raise TypeError(
+            "compile must be a function that compiles a module, such as torch.compile, got "
+            f"{described(options['compile'])}."
+        )
     if strategy == "tensor_parallel" and "plan" not in options:
         raise TypeError(
             "strategy 'tensor_parallel' needs plan=..., what parallelize_module takes as "
@@ -274,13 +295,14 @@ def in_ddp(
     *,
     comm_hook: Any = None,
     comm_state: Any = None,
+    compile: Callable[[nn.Module], Any] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Wrap a model in `DistributedDataParallel`, on the device of a mesh."""
+    """Wrap a model in `DistributedDataParallel`, on the device of a mesh, and compile that."""
     wrapped = nn.parallel.DistributedDataParallel(model.to(mesh.device_type), **options)
     if comm_hook is not None:
         wrapped.register_comm_hook(comm_state, comm_hook)
-    return wrapped
+    return wrapped if compile is None else compile(wrapped)
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

@@ -22,7 +22,7 @@ from memcallback.step.batch import (
 from memcallback.step.beside import AlsoOption, beside, check_also
 from memcallback.step.copies.known import read_from_device
 from memcallback.step.model import is_sharded
-from memcallback.step.ranks import Ranks, ranks_of
+from memcallback.step.ranks import Ranks, ranks_of, replicated
 
 if TYPE_CHECKING:
     from memcallback.step.lightning_loop import LightningLoop
@@ -146,7 +146,7 @@ class Step:
 
 
 def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
-    """Check both, and unwrap a `DistributedDataParallel`, from which the ranks are read."""
+    """Check both, and unwrap a `DistributedDataParallel`, which says its ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {described(model)}. "
@@ -157,6 +157,5 @@ def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | N
             f"ranks must be memcallback.Ranks, got {described(ranks)}. "
             "Give Ranks(world_size, 'ddp'), or None for one device."
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module, ranks or ranks_of(model)
-    return model, ranks
+    ddp = replicated(model)
+    return (model, ranks) if ddp is None else (ddp.module, ranks or ranks_of(model))

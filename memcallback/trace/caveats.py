@@ -46,6 +46,18 @@ _COMPILED = (
     "A compiled module was traced as it would run without compilation, which mostly needs more "
     "memory."
 )
+_NOTHING_COMPILED = (
+    "torch.compile compiles no operator of this step, which PyTorch runs as without compilation."
+)
+_PASSED_OVER = (
+    " Called as {} it passes over the forward pass of PyTorch's own classes, such as "
+    "nn.Sequential. {} compiles that too."
+)
+_AROUND = (
+    "torch.compile(DistributedDataParallel(model))",
+    "DistributedDataParallel(torch.compile(model))",
+)
+_IN_PLACE = "module.compile()", "module.forward = torch.compile(module.forward)"
 _NOT_COMPILED = (
     "Compiled code was traced as it would run without compilation, which may need more or less "
     "memory. What Inductor generates could not be traced: {}"
@@ -58,9 +70,17 @@ def not_compiled(said: tuple[str, ...], error: PredictionError) -> tuple[str, ..
 
 
 def caveats(
-    step: Step, calls: tuple[KernelCall, ...], *, on_card: bool, is_compilation_told: bool
+    step: Step,
+    calls: tuple[KernelCall, ...],
+    *,
+    on_card: bool,
+    is_compilation_told: bool,
+    has_no_operators: bool,
 ) -> Iterator[str]:
-    """What to know of a traced step, without its compiled code where that was told of."""
+    """What to know of a traced step, without its compiled code where that was told of.
+
+    `has_no_operators`: torch.compile has found none to compile.
+    """
     if torch_version() > _NEWEST_TORCH:
         yield (
             f"PyTorch {torch.__version__} is newer than {'.'.join(map(str, _NEWEST_TORCH))}, the "
@@ -72,10 +92,16 @@ def caveats(
             "The tensors of the batch differ in their first dimension; "
             f"{step.batch_size.batch_size}, the most frequent, was taken as the batch size."
         )
-    if not is_compilation_told and any(
-        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-        for module in step.model.modules()
-    ):
+    modules = list(step.model.modules())
+    is_in_place = any(module._compiled_call_impl is not None for module in modules)
+    is_compiled = is_in_place or any(
+        type(module).__name__ == "OptimizedModule" for module in modules
+    )
+    is_outside = step.ranks is not None and step.ranks.compiles_wrapper
+    if has_no_operators:
+        ways = _AROUND if is_outside else _IN_PLACE if is_in_place else None
+        yield _NOTHING_COMPILED + (_PASSED_OVER.format(*ways) if ways else "")
+    elif (is_compiled or is_outside) and not is_compilation_told:
         yield _COMPILED
     if (
         isinstance(step, InferenceStep)

@@ -92,13 +92,18 @@ class TraceMarks:
         mode.operator = ""
         self.follow(model)
 
-    def follow(self, model: nn.Module) -> None:
-        """Take the parameters and the modules of a model for those that are trained."""
+    def follow(self, model: nn.Module, called: nn.Module | None = None) -> None:
+        """Take the parameters and the modules of a model for those that are trained.
+
+        `called` is the compiled wrapper that is called in its place, if there is one.
+        """
         self._model = model
         self._owners = {
             id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()
         }
-        self._follower = ModuleFollower([model], self._change_module, self._fail)
+        self._follower = ModuleFollower(
+            [model if called is None else called], self._change_module, self._fail
+        )
         self._mode.modules = self._follower.module_at
 
     def failure(self, error: BaseException, hint: str) -> PredictionError:

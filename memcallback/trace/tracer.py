@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ def _run(
     request: TraceRequest, mode: TraceMode, code: CompiledCode, rank: _Rank | None
 ) -> TracedStep | Irregular:
     step = request.step
+    if step.ranks is not None and step.ranks.compiles_wrapper:
+        import_module("torch._dynamo")  # before it is patched
     with (
         _ONE_AT_A_TIME,
         torch.inference_mode(False),  # the caller may be in it
@@ -496,6 +499,7 @@ class _Tracer:
                     ledger.calls,
                     on_card=request.device is not None,
                     is_compilation_told=code.has_compiled or code.is_noted,
+                    has_no_operators=code.has_no_operators,
                 ),
                 *self._mode.assumed,
             ),
@@ -527,7 +531,7 @@ class _Tracer:
                     "TrainingStep(model, batch, loss=...)."
                 )
             self._model, self._num_parts = parallel.named, parallel.num_microbatches
-        self.marks.follow(self._model)
+        self.marks.follow(self._model, parallel if ranks.compiles_wrapper else None)
         self.marks.label_model()
         after = dict(self._model.named_parameters())
         # A stage may have other names for the same parameters; parameters that have replaced

@@ -401,6 +401,29 @@ def test_a_model_in_ddp_says_its_ranks_itself(tmp_path):
         dist.destroy_process_group()
 
 
+def compiled_in_place(model):
+    model.compile()
+    return model
+
+
+@needs_ranks
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("way", [torch.compile, compiled_in_place])
+def test_a_model_in_ddp_that_is_compiled_says_its_ranks_itself(way, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = network()
+        wrapped = way(nn.parallel.DistributedDataParallel(model))
+        found = mc.TrainingStep(wrapped, torch.zeros(8, WIDTH))
+        assert found.model is model
+        assert found.ranks.name == "ddp"
+        assert repr(found.ranks).endswith("compile=torch.compile)")
+        assert mc.predict(found, device="cpu").fits
+        assert not model._forward_hooks
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_parts_of_a_dtensor_are_counted_once():
     with fake_world(4, 0):
         model = mc.Ranks(4, "fsdp2").parallelize(network(), "cpu")
@@ -431,6 +454,7 @@ def test_the_parts_of_a_dtensor_are_counted_once():
             "strategy 'ddp' takes no 'reshard_after_forward'. It takes "
             "batched_grad_copy|broadcast_buffers",
         ),
+        ((2, "ddp"), {"compile": True}, TypeError, "compile must be a function that compiles"),
         ((2, "tensor_parallel"), {}, TypeError, "needs plan="),
         ((2.5,), {}, TypeError, "world_size"),
     ],

@@ -399,32 +399,100 @@ def test_compiled_parts_of_a_model_are_recorded_as_wholes():
     assert table.notes == ("The submodules of these compiled modules cannot be shown: '0', '1'.",)
 
 
+def counted(model, *, backend="eager", **options):
+    """What was recorded with a compiled loss that calls a model, and what Dynamo counted."""
+    torch._dynamo.reset()
+    counters.clear()
+
+    @partial(torch.compile, backend=backend)
+    def loss(model, batch):
+        hidden = model[0](batch[0])
+        torch._dynamo.graph_break()
+        return loss_of(model, (hidden, batch[1]))
+
+    recorder = record(model, vectors(), loss_of=loss, num_steps=4, **options)
+    return recorder.modules, {name: dict(counts) for name, counts in counters.items()}
+
+
+def plain_layers():
+    return nn.Sequential(Doubled(), Doubled(), nn.Linear(64, 10))
+
+
+def layers_in_place():
+    model = plain_layers()
+    for layer in model[:2]:
+        layer.compile(backend="eager")
+    return model
+
+
 @ASKS_FOR_GRADIENTS
-@pytest.mark.parametrize("is_in_place", [False, True])
-def test_a_compiled_loss_that_calls_the_model_is_compiled_as_often(is_in_place):
-    def counted(**options):
-        torch._dynamo.reset()
-        counters.clear()
-        model = nn.Sequential(Doubled(), Doubled(), nn.Linear(64, 10))
-        for layer in model[:2] if is_in_place else ():
-            layer.compile(backend="eager")
-
-        @partial(torch.compile, backend="eager")
-        def loss(model, batch):
-            hidden = model[0](batch[0])
-            torch._dynamo.graph_break()
-            return loss_of(model, (hidden, batch[1]))
-
-        recorder = record(model, vectors(), loss_of=loss, num_steps=4, **options)
-        assert not has_hooks(model)
-        return recorder, {name: dict(counts) for name, counts in counters.items()}
-
-    _, counts = counted(per_module=False)
-    recorder, counts_by_module = counted(sample_every_n_steps=2)
+@pytest.mark.parametrize("make", [plain_layers, layers_in_place])
+def test_a_compiled_loss_that_calls_the_model_is_compiled_as_often(make):
+    _, counts = counted(make(), per_module=False)
+    model = make()
+    table, counts_by_module = counted(model, sample_every_n_steps=2)
     assert counts_by_module == counts
     assert counts["stats"]["unique_graphs"] == 2
     # What runs inside of compiled code counts for the root module.
-    assert [module.name for module in recorder.modules.ran] == [""]
+    assert [module.name for module in table.ran] == [""]
+    assert not has_hooks(model)
+
+
+@ASKS_FOR_GRADIENTS
+@pytest.mark.parametrize("skips_guards", [True, False])
+def test_so_is_one_where_modules_have_hooks_of_their_own(skips_guards):
+    def hooked():
+        model = plain_layers()
+        model[1].register_forward_hook(lambda module, args, output: output + 1)
+        return model
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=skips_guards):
+        _, counts = counted(hooked(), per_module=False)
+        table, counts_by_module = counted(hooked(), sample_every_n_steps=2)
+    assert counts_by_module == counts
+    named = "'1'" if skips_guards else "the root module, '0', '0.linear' and more"
+    assert table.notes == (
+        f"Beside compiled code, these modules with hooks of their own cannot be shown: {named}.",
+    )
+
+
+@ASKS_FOR_GRADIENTS
+def test_layers_compiled_in_place_keep_their_own_compiler_within_other_compiled_code():
+    def compilers_of(**options):
+        called = []
+
+        def compiler(name):
+            return lambda graph, inputs: called.append(name) or graph.forward
+
+        class Broken(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = Doubled()
+                self.inner.compile(backend=compiler("inner"))
+
+            def forward(self, x):
+                try:  # Dynamo runs this as it is
+                    torch._dynamo.graph_break()
+                    return self.inner(x)
+                finally:
+                    pass
+
+        model = nn.Sequential(Broken(), nn.Linear(64, 10))
+        counted(model, backend=compiler("outer"), **options)
+        return called.count("inner")
+
+    assert compilers_of() == compilers_of(per_module=False) == 2
+
+
+def test_a_recorder_that_is_dropped_in_a_step_does_not_keep_the_model():
+    model = plain_layers()
+    recorder = MemoryRecorder(model, torch.optim.SGD(model.parameters()), per_module=True)
+    recorder.begin_step(vectors())
+    model(vectors()[0]).sum().backward()
+    gone = weakref.ref(model)
+    del model, recorder
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_distributed_model_has_the_names_of_the_model_in_it():

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -566,6 +567,37 @@ def test_a_model_that_is_compiled_in_place_is_watched(parts):
     assert labels(recorder) == [[F, B, O], [F, B, O], [F]]
     assert recorder.steps[-1].is_interrupted
     assert vars(model)["_compiled_call_impl"] is compiled
+
+
+def test_a_watched_model_with_hooks_of_its_own_is_compiled_once(parts):
+    model, optimizer = Doubled(parts[0]), parts[1]
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    called = []
+
+    @partial(torch.compile, backend=lambda graph, inputs: called.append(graph) or graph.forward)
+    def loss(batch):
+        return model(batch).sum()
+
+    recorder, watch = watched(model, optimizer)
+    with watch:
+        for _ in range(4):
+            with recorder.step(BATCH):
+                loss(BATCH).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(called) == 1
+
+
+def test_a_watch_does_not_keep_a_model_that_is_compiled_in_place():
+    model = Doubled(nn.Linear(4, 4))
+    model.compile(backend="eager")
+    recorder = MemoryRecorder()
+    watch = recorder.watch(model, torch.optim.SGD(model.parameters()))
+    gone = weakref.ref(model)
+    del model, recorder
+    gc.collect()
+    assert gone() is None
+    watch.close()
 
 
 def test_a_model_that_is_compiled_anew_while_it_is_watched_stays_so(parts):

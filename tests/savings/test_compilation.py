@@ -87,8 +87,15 @@ def test_a_budget_of_what_is_kept_is_a_row_of_a_compiled_step():
     assert none_kept.peak_allocated_bytes < plan.current.peak_allocated_bytes
 
 
-def layers(*, compiled=False):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+class Layer(nn.Sequential):
+    """A layer with a forward pass of its own, which `compile()` compiles."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def layers(*, kind=Layer, compiled=False):
+    model = nn.Sequential(*(kind(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
     for layer in model:
         if compiled:
             layer.compile()
@@ -107,6 +114,14 @@ def test_compiling_each_layer_is_a_saving_of_a_step_of_ranks(strategy):
     compiled = mc.predict(step(layers(compiled=True)).varied(ranks=job), device=CARD)
     assert saved.peak_allocated_bytes == compiled.peak_allocated_bytes
     assert saved.peak_reserved_bytes == compiled.peak_reserved_bytes
+    assert any(one.startswith("Compiled code is predicted from") for one in saved.caveats)
+
+
+def test_layers_of_pytorch_s_own_classes_are_compiled_as_it_compiles_them():
+    whole = step(layers(kind=nn.Sequential)).varied(ranks=mc.Ranks(2, "ddp"))
+    (saving,) = compilation(whole)
+    assert saving.line == "for layer in model: layer.forward = torch.compile(layer.forward)"
+    saved = mc.predict(saving.apply(whole), device=CARD)
     assert any(one.startswith("Compiled code is predicted from") for one in saved.caveats)
 
 

@@ -23,7 +23,7 @@ from memcallback.core.torch_private import (
     storage_id,
 )
 from memcallback.core.visible import visible_name
-from memcallback.step.forward_hooks import ForwardHooks
+from memcallback.step.forward_hooks import PassingHooks
 from memcallback.step.hooks import Hook
 from memcallback.step.module_follower import SequenceLog
 
@@ -178,9 +178,11 @@ class _Modules:
 
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
+            if not PassingHooks.are_possible(module):
+                continue
             with suppress(RuntimeError):  # TorchScript modules accept no such hooks
                 enter = Hook(partial(self._enter, visible_name(name)))
-                hooks.callback(ForwardHooks(module, enter, Hook(self._leave)).remove)
+                hooks.callback(PassingHooks(module, enter, Hook(self._leave)).remove)
 
     def running(self) -> str | None:
         """The name of the current module; None if unknown."""

@@ -32,11 +32,36 @@ def has_compiled_code(module: nn.Module) -> bool:
     )
 
 
+class CompiledAs:
+    """Compiles a module as another one is compiled, by `torch.compile` or by `Module.compile`."""
+
+    def __init__(self, module: Any) -> None:
+        own = vars(module)
+        self._context = own.get("dynamo_ctx")
+        self._in_place = self._context is None
+        if self._in_place:
+            self._context = _context_of(compiled_call(module))
+
+    def __call__(self, module: Any) -> Any:
+        """Compile a module."""
+        if self._context is None:
+            return module
+        if not self._in_place:
+            return self._context(module)
+        module._compiled_call_impl = self._context(module._call_impl)
+        return module
+
+    def __repr__(self) -> str:
+        """The function that compiles."""
+        return "torch.compile"
+
+
 def compile_as(copy: nn.Module, module: Any) -> None:
     """Compile a copy as `module` is, which `torch.compile` or `Module.compile` has compiled.
 
-    Only the forward pass is: hooks of a copy tell which module runs, and would be compiled. Of a
-    LightningModule that `torch.compile` has compiled, the Trainer runs its steps compiled too.
+    Of what `torch.compile` has compiled, only the forward pass is: hooks of a copy tell which
+    module runs, and would be compiled. Of a LightningModule the Trainer runs its steps compiled
+    too.
     """
     own = vars(module)
     by_lightning = own.get(_LIGHTNING_CONTEXT)
@@ -51,10 +76,11 @@ def compile_as(copy: nn.Module, module: Any) -> None:
         for name in _LIGHTNING_METHODS:
             setattr(copy, name, context(getattr(copy, name)))
         return
-    if context is None:
-        context = _context_of(compiled_call(module))
     if context is not None:
         copy.forward = context(copy.forward)
+    else:
+        # PyTorch does not compile a forward pass of its own classes so, such as nn.Sequential's.
+        CompiledAs(module)(copy)
 
 
 def _context_of(function: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
 from memcallback.step.loss import Loss, wrong_with_loss
-from memcallback.step.model import devices_of
+from memcallback.step.model import devices_of, unwrapping
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.marks import TraceMarks
@@ -141,5 +141,5 @@ def _autocasts_itself(step: Step, model: Any, device_type: str) -> bool:
     Autocast then ends with each call of the model, and with it the casts that it keeps, which
     carry no gradients after a call without.
     """
-    is_prepared = "_original_forward" in vars(model)
+    is_prepared = any("_original_forward" in vars(one) for one in unwrapping(model))
     return is_prepared and all(name.startswith(device_type) for name in devices_of(step.model))

@@ -90,6 +90,12 @@ class CompiledCode:
         self._graphs: Any = None
         self._has_other_batch = False
 
+    @property
+    def has_no_operators(self) -> bool:
+        """Whether compiled code ran, and Dynamo has found no operator in it."""
+        was_called = self._graphs is not None
+        return was_called and self._graphs.num_compiled == 0 and not self.is_noted
+
     def patches(self) -> Iterator[Patch]:
         """Notice calls of what is compiled. Without `compiles`, PyTorch runs it as it is."""
         # What the program has compiled already. Where PyTorch lacks this, nothing is said.
@@ -156,6 +162,7 @@ class CompiledCode:
         def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
             if frame.f_code.co_filename.startswith(_OWN):
                 return skip
+            num_before = graphs.num_compiled
             try:
                 with compiling(self._mode, graphs):
                     compiled = callback(frame, *args, **kwargs)
@@ -166,6 +173,8 @@ class CompiledCode:
             if compiled.guarded_code is None:
                 return compiled  # there was nothing to compile
             self.has_compiled = True
+            if graphs.num_compiled == num_before:
+                return compiled  # Python around what Dynamo cannot follow
             in_update = self._mode.ledger.phase is Phase.OPTIMIZER_STEP
             # Of optimizers in hooks of the backward pass too.
             if not in_update and not frame.f_code.co_filename.startswith(_OPTIMIZERS):

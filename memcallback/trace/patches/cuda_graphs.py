@@ -113,9 +113,11 @@ class GraphTree:
 
     Attributes:
         is_open: Whether a function runs in a graph.
+        num_compiled: Functions that Inductor got to compile, with a CUDA graph or without.
     """
 
     def __init__(self, mode: TraceMode) -> None:
+        self.num_compiled = 0
         self._mode = mode
         self.is_open = False
         self._roots: list[_Recording] = []

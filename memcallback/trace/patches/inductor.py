@@ -38,6 +38,7 @@ from memcallback.trace.patches.patching import Patch, patched
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
+_DEVICE_PUT = torch.ops.prims.device_put.default
 _UNPADDED = (
     "Inductor measures on the card whether to pad matrices whose sizes are not multiples of "
     "8 (of 4 in float32). Here they are not padded; padded ones need more memory."
@@ -152,6 +153,10 @@ def _fake_patches() -> Iterator[Patch]:
         return dispatch(self, func, types, args, _on_device(kwargs))
 
     def of_proxy(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        if func is _DEVICE_PUT and (
+            known := proxy_tensor.get_proxy_slot(args[0], mode.tracer, None)
+        ):
+            known.constant = None  # else its value is moved to the card
         return call_proxy(mode, func, pre_dispatch, args, _on_device(kwargs))
 
     yield tensor, "_make_subclass", make_subclass
@@ -234,6 +239,7 @@ def _inductor_patches(mode: TraceMode, graphs: GraphTree) -> Iterator[Patch]:
         }
 
         def compile_inner(*args: Any, **kwargs: Any) -> Any:
+            graphs.num_compiled += 1
             with ExitStack() as stack:
                 # Of the backward pass perhaps later, while that runs.
                 if not is_compiling():

@@ -20,7 +20,7 @@ from memcallback.core.errors import CompiledCodeError
 from memcallback.core.torch_private import no_dispatch
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import Patch
+from memcallback.trace.patches.patching import Patch, original_if_compiled
 
 if TYPE_CHECKING:
     import numpy
@@ -136,6 +136,7 @@ def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
     is_tracing = getattr(masking, "is_tracing", None)
     if is_tracing is not None:
 
+        @original_if_compiled
         def is_unknown(tensor: Any = None) -> bool:
             with torch._C.DisableTorchFunction():
                 is_mask = isinstance(tensor, FakeTensor) and tensor.dim() > 1
@@ -149,6 +150,7 @@ def transformers_patches(mode: TraceMode) -> Iterator[Patch]:
     if original is None:
         return
 
+    @original_if_compiled
     def find(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         with torch._C.DisableTorchFunction():
             entry = mode.ledger.find(position_ids)

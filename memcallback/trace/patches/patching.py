@@ -6,16 +6,26 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from memcallback.core.errors import PredictionError
 
+F = TypeVar("F", bound=Callable[..., Any])
 #: An owner (a module or class), the name of an attribute, and the replacement.
 Patch = tuple[Any, str, Any]
 #: Functions that replace others now, and what each replaces.
 _replaced: dict[Callable[..., Any], Any] = {}
+
+
+_COMPILES_ORIGINAL = "_memcallback_compiles_original"
+
+
+def original_if_compiled(replacement: F) -> F:
+    """Mark a replacement that torch.compile does not see: it compiles the original."""
+    setattr(replacement, _COMPILES_ORIGINAL, True)
+    return replacement
 
 
 @contextmanager
@@ -51,10 +61,12 @@ def in_this_thread(
     replacement: Callable[..., Any], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Call the replacement in the thread that is running now, and the original in all others."""
-    thread = threading.get_ident()
+    thread, compiles_original = threading.get_ident(), hasattr(replacement, _COMPILES_ORIGINAL)
 
     @functools.wraps(replacement)
     def function(*args: Any, **kwargs: Any) -> Any:
+        if compiles_original and torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         run = replacement if threading.get_ident() == thread else original
         return run(*args, **kwargs)
 
