@@ -1,8 +1,8 @@
-"""The files that `pytest --quick` leaves out: 10 s or more on two busy cores, 2026-11-27.
+"""The files that `pytest --quick` leaves out: 10 s or more on two busy cores, 2026-11-24.
 
 They start programs or processes of their own, train whole, or trace many steps. The slowest twenty
-come first, the slowest of all at the top: a run on several cores begins with them, in this order,
-so that none of them is left when all other cores are done.
+of a run on 2026-11-26 come first, by and large the slowest of all at the top: every run begins with
+them, in this order, so that none of them is left when all other cores are done.
 """
 
 SLOW_FILES = (
