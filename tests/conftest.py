@@ -34,14 +34,28 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+#: The position of each slow file in a run.
+ORDER = {path: position for position, path in enumerate(SLOW_FILES)}
+
+
+def path_of(path):
+    """The path below this folder, as `SLOW_FILES` has it."""
+    return Path(os.path.relpath(path, Path(__file__).parent)).as_posix()
+
+
 def pytest_ignore_collect(collection_path, config):
     if not config.getoption("--quick"):
         return None  # whatever else decides
-    path = collection_path.relative_to(Path(__file__).parent).as_posix()
-    return True if path in SLOW_FILES else None
+    return True if path_of(collection_path) in ORDER else None
+
+
+def pytest_configure(config):
+    # Else pytest-xdist begins with the files of most tests, and the slowest have few.
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: ORDER.get(path_of(item.path), len(ORDER)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -5,8 +5,8 @@ for where; run by integrations/test_trials.py.
 
 HOW is `plain` (only train), `function` (search with `mc.fit_batch_size`, then train) or `callback`
 (train with `MemoryCallback(fit_batch_size=True)`). The search finds the size that the program has.
-Each program runs in a process of its own, forked before anything has run, and prints a line of
-JSON: digests of all that the training leaves, or the refusal.
+Each program runs in a process of its own, forked before anything has run but imports, and prints a
+line of JSON: digests of all that the training leaves, or the refusal.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import collections
 import copy
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -39,6 +40,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memcallback as mc
+from memcallback.prediction.predict_here import load_tracer
 
 BATCH_SIZE, NUM_FEATURES = 8, 4
 PROGRAMS = {}
@@ -640,6 +642,9 @@ def main():
     parser.add_argument("names", nargs="*", default=[*PROGRAMS])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if "plain" not in options.how:
+        load_tracer()  # as each program would: seconds of imports
+    gc.freeze()
     for name in options.names:
         sys.stdout.flush()
         if child := os.fork():

@@ -5,12 +5,13 @@ Once for each private part, in a process of its own in which PyTorch lacks that 
     python tests/without_a_part.py FILE PART ...    # writes a JSON line for each part to FILE
 """
 
+import gc
 import json
 import os
 import sys
 import traceback
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -148,10 +149,42 @@ def same(weights, others):
     return all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
 
 
+def import_others(folder):
+    """Import what a recorded training imports of other libraries: once, and not for each part.
+
+    Nothing of memcallback, which looks for its parts of PyTorch when it is imported.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            from memcallback import MemoryCallback
+
+            fit(folder, [MemoryCallback()])
+            loop(folder)
+            names = [name for name in list(sys.modules) if name.split(".")[0] != "memcallback"]
+            with open(writing, "w") as file:
+                json.dump(names, file)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        names = json.load(file)
+    os.waitpid(child, 0)
+    for name in names:
+        # Modules that others make while they are imported cannot be imported by themselves.
+        with suppress(ImportError):
+            import_module(name)
+
+
 def main(file, parts):
     folder = Path(file).parent
     # What both trainings do without memcallback; PyTorch has imported what it needs for them.
     expected = fit(folder, []), plain_loop()
+    import_others(folder)
+    # No collection in a child goes through what the imports made, which copies its pages.
+    gc.collect()
+    gc.freeze()
     for part in parts:
         child = os.fork()
         if child == 0:

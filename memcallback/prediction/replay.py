@@ -253,15 +253,12 @@ class _Replayer(Generic[_Block]):
         block_bytes, peak_bytes = self.result.block_bytes, self.peak_bytes()
         for position, event in enumerate(islice(self.events, start, stop), start):
             if type(event) is Alloc:
-                size_bytes = event.size_bytes
+                number, size_bytes, stream, category, _, _, fallback = event
                 if not size_bytes:
                     continue
-                number = event.id
                 try:
                     block = (
-                        allocate(size_bytes, event.stream)
-                        if event.fallback is None
-                        else self.workspace(event)
+                        allocate(size_bytes, stream) if fallback is None else self.workspace(event)
                     )
                 except OutOfMemoryError as error:
                     self.result.out_of_memory = self.failure(event, error)
@@ -271,9 +268,9 @@ class _Replayer(Generic[_Block]):
                     continue
                 alive[number] = block
                 block_bytes[number] = block.size_bytes
-                if event.category in held:
+                if category in held:
                     holders[number] = event
-                    held[event.category] += size_bytes
+                    held[category] += size_bytes
                 if allocator.allocated_bytes > peak_bytes:
                     peak_bytes = allocator.allocated_bytes
                     self.peak = (peak_bytes, position)

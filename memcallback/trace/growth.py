@@ -83,7 +83,7 @@ class Growth:
         """How many items of the trace one period has."""
         return self.starts[-1] - self.starts[-1 - self.period]
 
-    @property
+    @cached_property
     def num_traced(self) -> int:
         """How many repetitions were traced."""
         return len(self.starts) - 1
@@ -97,15 +97,15 @@ class Growth:
 
     def id_at(self, block: int, place: int) -> int:
         """The id of an allocation of any repetition."""
+        if block < self.num_traced:
+            return self.ids[block][place]
         source = self.source(block)
         return self.ids[source][place] + (block - source) * _LATER
 
     def moved(self, number: int, lag: int) -> int:
         """The id of the same allocation, so many repetitions later; others keep theirs."""
-        if number not in self._places:
-            return number
-        block, place = self._places[number]
-        return self.id_at(block + lag, place)
+        place = self._places.get(number)
+        return number if place is None else self.id_at(place[0] + lag, place[1])
 
     def at_the_end(self, number: int) -> tuple[int, ...]:
         """What is freed after the last repetition where the trace frees an allocation.

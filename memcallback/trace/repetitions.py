@@ -93,13 +93,13 @@ def _differs(traced: TracedStep, growth: Growth, blocks: tuple[int, int], place:
 
 def _plain(item: Item) -> Item:
     """An item without its category: what the last repetition leaves is an activation."""
-    return replace(item, category=None) if isinstance(item, Alloc) else item
+    return item._replace(category=None) if isinstance(item, Alloc) else item
 
 
 def _moved(item: Item, growth: Growth, lag: int) -> Item:
     """A plain item with the ids that its like has so many repetitions later."""
     if isinstance(item, Alloc):
-        return replace(item, id=growth.moved(item.id, lag), category=None)
+        return item._replace(id=growth.moved(item.id, lag), category=None)
     if isinstance(item, Free):
         return Free(growth.moved(item.id, lag))
     if isinstance(item, KernelCall):

@@ -279,19 +279,22 @@ class _Writer:
         moved: Callable[[int], int] | None = None,
     ) -> None:
         """Write the items from `start` to `stop`; `moved` gives the ids of a later repetition."""
-        step, events = self._step, self._events
+        step, events, ended = self._step, self._events, self.ended
+        items, first_numbers, marks_before = step.items, step.first_numbers, step.marks_before
         for index in range(start, stop):
-            item = step.items[index]
-            self._mark(index)
-            if isinstance(item, Alloc):
-                events.append(_resized(item, numbers[step.first_numbers[index]], moved))
-            elif isinstance(item, KernelCall):
+            item = items[index]
+            if index in marks_before:
+                self._mark(index)
+            if isinstance(item, KernelCall):
                 self._write_call(index, item, numbers, moved)
-            elif isinstance(item, Free):
-                if moved is not None:
-                    events.append(Free(moved(item.id)))
-                else:
-                    events += map(Free, self._last(item.id))
+            elif isinstance(item, Alloc):
+                events.append(_resized(item, numbers[first_numbers[index]], moved))
+            elif not isinstance(item, Free):
+                events.append(item)
+            elif moved is not None:
+                events.append(Free(moved(item.id)))
+            elif ended:
+                events += map(Free, self._last(item.id))
             else:
                 events.append(item)
 
@@ -303,7 +306,7 @@ class _Writer:
 
     def _mark(self, index: int) -> None:
         for mark in self._step.marks_before.get(index, ()):
-            self._marks.append(mark._replace(position=len(self._events)))
+            self._marks.append(ModuleMark(len(self._events), *mark[1:]))
 
     def _write_call(
         self,
@@ -313,15 +316,16 @@ class _Writer:
         moved: Callable[[int], int] | None,
     ) -> None:
         step = self._step
-        first = step.first_numbers[index]
-        kept = {
-            number: _resized(step.allocs[number], numbers[first + place], moved)
-            for place, number in enumerate(call.kept)
-        }
-        first += len(call.kept)
+        allocs, place = step.allocs, step.first_numbers[index]
+        kept = {}
+        for number in call.kept:
+            kept[number] = _resized(allocs[number], numbers[place], moved)
+            place += 1
+        end = place + len(call.rule.numbers)
         key = (
-            step.kinds[index],
-            *(numbers[first + place] for place in range(len(call.rule.numbers))),
+            (step.kinds[index], *numbers[place:end])
+            if isinstance(numbers, list)
+            else (step.kinds[index], *map(numbers.__getitem__, range(place, end)))
         )
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -345,8 +349,8 @@ def _add_events(
             number = call.outputs[step.index]
             alloc = None if number is None else kept.pop(number, None)
             if alloc is not None:
-                size_bytes = alloc.size_bytes if step.size_bytes is None else step.size_bytes
-                events.append(_resized(alloc, size_bytes))
+                size_bytes = step.size_bytes
+                events.append(alloc if size_bytes is None else _resized(alloc, size_bytes))
         elif isinstance(step, AllocTemp):
             ids.append(next(temporaries))
             events.append(
@@ -362,7 +366,7 @@ def _add_events(
             )
         elif isinstance(step, FreeTemp):
             events.append(Free(ids[step.index]))
-        else:  # OpenBlasHandles
+        elif call.handles:  # OpenBlasHandles
             events.extend(kept.pop(number) for number in call.handles)
 
 
@@ -381,16 +385,7 @@ def _resized(alloc: Alloc, size_bytes: int, moved: Callable[[int], int] | None =
     number = alloc.id if moved is None else moved(alloc.id)
     if alloc.size_bytes == size_bytes and alloc.id == number:
         return alloc
-    # Not `replace`, which takes three times as long.
-    return Alloc(
-        number,
-        size_bytes,
-        alloc.stream,
-        alloc.category,
-        alloc.operator,
-        alloc.module,
-        alloc.fallback,
-    )
+    return Alloc(number, size_bytes, *alloc[2:])
 
 
 def _num_numbers(item: Item) -> int:

@@ -136,12 +136,12 @@ def test_for_every_length_all_stages_fit():
         model, torch.zeros(4, 128, 8), optimizer=torch.optim.SGD, sequence_length=128, ranks=ranks
     )
     advice = mc.suggest_batch_size(long, device="4GiB", multiple_of=1, sequence_lengths=[16, 128])
+    assert set(advice.by_sequence_length) == {16, 128}
     for rank in range(2):
+        prediction = mc.predict(long.of_rank(rank), device="4GiB")
         for length, batch_size in advice.by_sequence_length.items():
-            prediction = mc.predict(long.of_rank(rank), device="4GiB", sequence_length=length).at(
-                batch_size=batch_size
-            )
-            assert prediction.peak_reserved_bytes <= advice.budget_bytes, (rank, length)
+            peak_bytes = prediction.at(batch_size, sequence_length=length).peak_reserved_bytes
+            assert peak_bytes <= advice.budget_bytes, (rank, length)
 
 
 @needs_ranks

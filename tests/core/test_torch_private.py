@@ -1,6 +1,7 @@
 """PyTorch's private parts: used in few places, and none of them is needed to train or to record."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -17,10 +18,11 @@ PACKAGE = Path(mc.__file__).parent
 TESTS = Path(__file__).parents[1]
 #: Where private names of PyTorch may stand.
 PLACES = ("core/torch_private", "trace/patches/", "step/fake_world")
-#: How many processes try the parts, side by side.
-NUM_SHARES = 6
+#: How many processes try the parts; each imports PyTorch and Lightning.
+NUM_SHARES = 2
 
 
+@functools.cache
 def modules():
     return {
         path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
@@ -32,6 +34,7 @@ def is_private(name):
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
+@functools.cache
 def private_names(source):
     """Dotted names of PyTorch with a private part in them; operators are named as they are."""
     tree = ast.parse(source)

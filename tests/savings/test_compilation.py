@@ -20,6 +20,14 @@ def in_a_child(monkeypatch):
     monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
 
 
+@pytest.fixture(scope="module")
+def plan():
+    """What would save memory in a step that is not compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+        return rows(mc.what_if(step(perceptron()), device=CARD))
+
+
 def perceptron():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
@@ -36,8 +44,8 @@ def rows(plan):
     return {row.saving: row for row in plan.rows}
 
 
-def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_step():
-    row = rows(mc.what_if(step(perceptron()), device=CARD))["torch.compile"]
+def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_step(plan):
+    row = plan["torch.compile"]
     compiled = mc.predict(step(torch.compile(perceptron())), device=CARD)
     assert row.peak_allocated_bytes == compiled.peak_allocated_bytes
     assert row.peak_reserved_bytes == compiled.peak_reserved_bytes
@@ -45,8 +53,7 @@ def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_ste
     assert "compiling took" in row.changes
 
 
-def test_compiling_with_cuda_graphs_is_a_row_of_its_own():
-    plan = rows(mc.what_if(step(perceptron()), device=CARD))
+def test_compiling_with_cuda_graphs_is_a_row_of_its_own(plan):
     row = plan['torch.compile, mode="reduce-overhead"']
     compiled = mc.predict(step(torch.compile(perceptron(), mode="reduce-overhead")), device=CARD)
     assert row.peak_allocated_bytes == compiled.peak_allocated_bytes

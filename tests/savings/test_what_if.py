@@ -4,6 +4,7 @@ hand here.
 
 import json
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,8 +39,26 @@ def step(model=None, **options):
 
 
 @pytest.fixture(scope="module")
-def plan():
-    return mc.what_if(step(), device=CARD)
+def planned():
+    """A plan, its step, and the state of the step and of the random numbers before and after."""
+    model = convolutional()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tried = step(model, optimizer=optimizer)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    plan = mc.what_if(tried, device=CARD)
+    return SimpleNamespace(
+        plan=plan,
+        model=model,
+        optimizer=optimizer,
+        weights=weights,
+        random=(random, torch.get_rng_state()),
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(planned):
+    return planned.plan
 
 
 def row(plan, saving):
@@ -255,15 +274,12 @@ def test_extra_compute_is_that_of_pytorchs_own_counter(plan):
     assert row(plan, "images of half the side").extra_compute_pct == pytest.approx(-75, abs=0.2)
 
 
-def test_nothing_of_the_users_is_changed():
-    model = convolutional()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tried = step(model, optimizer=optimizer)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
-    mc.what_if(tried, device=CARD)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+def test_nothing_of_the_users_is_changed(planned):
+    model, optimizer = planned.model, planned.optimizer
+    assert torch.equal(*planned.random)
+    assert all(
+        torch.equal(tensor, planned.weights[name]) for name, tensor in model.state_dict().items()
+    )
     assert all(
         parameter.requires_grad and parameter.dtype is torch.float32
         for parameter in model.parameters()
@@ -291,13 +307,27 @@ def test_what_does_not_work_says_why():
     assert "Could not be predicted:" in plan.to_text()
 
 
+def perceptron():
+    """Four layers, whose activations are most of the memory of a step."""
+    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def samples():
+    return torch.randn(2048, 64), torch.zeros(2048, dtype=torch.int64)
+
+
+def perceptron_step(model):
+    return mc.TrainingStep(model, samples(), loss=loss, optimizer=torch.optim.AdamW)
+
+
 def test_in_lightning_the_lines_are_the_trainers_and_gradients_can_be_cleared_earlier():
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = convolutional()
+            self.model = perceptron()
 
         def training_step(self, batch, batch_idx):
             return loss(self.model, batch)
@@ -305,8 +335,7 @@ def test_in_lightning_the_lines_are_the_trainers_and_gradients_can_be_cleared_ea
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    batch = torch.randn(BATCH_SIZE, 3, 32, 32), torch.zeros(BATCH_SIZE, dtype=torch.int64)
-    plan = mc.what_if(mc.TrainingStep.from_lightning(Module(), batch), device=CARD)
+    plan = mc.what_if(mc.TrainingStep.from_lightning(Module(), samples()), device=CARD)
     assert row(plan, "bf16-mixed").line == 'Trainer(precision="bf16-mixed")'
     assert "Trainer(accumulate_grad_batches=2)" in row(plan, "accumulate 2 batches").line
     early = row(plan, "zero_grad before forward")
@@ -329,7 +358,7 @@ def test_as_data_every_figure_has_its_unit(plan):
 
 
 def test_on_a_cpu_there_is_no_reserved_memory():
-    plan = mc.what_if(step(), device="cpu")
+    plan = mc.what_if(perceptron_step(perceptron()), device="cpu")
     assert plan.current.peak_reserved_bytes is None
     assert plan.current.largest_batch_size is None
     assert plan.helps(row(plan, "accumulate 4 batches"))
@@ -468,7 +497,7 @@ def test_together_is_of_each_kind_what_lets_the_largest_batch_fit(plan):
         )
 
 
-def planned(*, peak_bytes, largest, of_bytes=1000 * 2**20, of_largest=1000):
+def planned_by_hand(*, peak_bytes, largest, of_bytes=1000 * 2**20, of_largest=1000):
     """A plan with one saving, made by hand."""
     current = PlanRow(
         saving="as it is",
@@ -497,7 +526,7 @@ def planned(*, peak_bytes, largest, of_bytes=1000 * 2**20, of_largest=1000):
     ],
 )
 def test_what_saves_less_than_1_percent_is_no_help(peak_bytes, largest, helps, saved):
-    plan = planned(peak_bytes=peak_bytes, largest=largest)
+    plan = planned_by_hand(peak_bytes=peak_bytes, largest=largest)
     assert plan.helps(plan.tried[0]) == helps
     lines = [line for line in plan.to_text().splitlines() if line.strip().startswith("a saving ")]
     assert len(lines) == helps
@@ -506,12 +535,12 @@ def test_what_saves_less_than_1_percent_is_no_help(peak_bytes, largest, helps, s
 
 
 def test_where_nothing_fits_the_text_says_so():
-    text = planned(peak_bytes=980 * 2**20, largest=0, of_largest=0).to_text()
+    text = planned_by_hand(peak_bytes=980 * 2**20, largest=0, of_largest=0).to_text()
     assert "Not even one sample is sure to fit, as it is or with any of these savings." in text
 
 
 def test_where_a_batch_fits_only_with_a_saving_the_text_says_which():
-    plan = planned(peak_bytes=980 * 2**20, largest=3, of_largest=0)
+    plan = planned_by_hand(peak_bytes=980 * 2**20, largest=3, of_largest=0)
     assert plan.helps(plan.tried[0])
     for text in (plan.to_text(), plan.to_markdown()):
         assert (
@@ -521,9 +550,9 @@ def test_where_a_batch_fits_only_with_a_saving_the_text_says_which():
 
 
 def test_what_is_checkpointed_already_is_not_checkpointed_again():
-    model = convolutional()
+    model = perceptron()
     with mc.checkpoint(model):
-        plan = mc.what_if(step(model), device=CARD)
+        plan = mc.what_if(perceptron_step(model), device=CARD)
     assert not [one for one in plan.rows if "checkpoint" in one.saving]
     said = "Checkpointing is in use already, so nothing else was tried of that kind."
     assert said in plan.caveats
