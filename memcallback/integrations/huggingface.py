@@ -256,8 +256,8 @@ class MemoryTrainerCallback(TrainerCallback):
                 args,
                 loss=loss,
                 batch_size=size,
-                loader=train_dataloader,
-                num_updates=state.max_steps,
+                # The smaller batch that ends its last epoch changes no later one.
+                loader=train_dataloader if state.num_train_epochs > 1 else None,
             )
 
         self._make_step = steps_of(trained)

@@ -90,14 +90,12 @@ def step_of(
     loss: Loss | None = None,
     batch_size: int | None = None,
     loader: Any = None,
-    num_updates: int = 0,
 ) -> TrainingStep:
     """The step that a Trainer is about to run, with the Trainer's arguments."""
     if is_sharded(model):
         return TrainingStep(model, inputs, batch_size=batch_size)
     # A model that accelerate has prepared enters autocast itself; so does the copy that is traced.
     size = infer_batch_size(inputs).batch_size if batch_size is None else batch_size
-    num_batches = num_updates * args.gradient_accumulation_steps
     return TrainingStep(
         model,
         dict(inputs),
@@ -109,7 +107,7 @@ def step_of(
         clip_grad_norm=args.max_grad_norm
         if args.max_grad_norm and args.max_grad_norm > 0
         else None,
-        other_batch_size=last_batch_size(loader, size, num_batches),
+        other_batch_size=last_batch_size(loader, size),
     )
 
 

@@ -57,8 +57,8 @@ def infer_batch_size(batch: object) -> BatchSize:
     return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
 
 
-def last_batch_size(loader: Any, batch_size: int | None, num_batches: float) -> int | None:
-    """Samples in the smaller last batch of an epoch that has up to `num_batches`; None if unknown.
+def last_batch_size(loader: Any, batch_size: int | None) -> int | None:
+    """Samples in the last batch of an epoch, if it is smaller and not the only one.
 
     `batch_size` is what the model sees: with pairs several samples for each of the loader's own.
     Only PyTorch's own batches of a sampler with a length are known.
@@ -71,9 +71,7 @@ def last_batch_size(loader: Any, batch_size: int | None, num_batches: float) -> 
         times, is_uneven = divmod(batch_size, batches.batch_size)
     except Exception:  # a stream, or the user's code
         return None
-    if not rest or not times or is_uneven or not 0 < num_whole < num_batches:
-        return None
-    return rest * times
+    return rest * times if rest and times and num_whole and not is_uneven else None
 
 
 def outline(batch: object) -> str:

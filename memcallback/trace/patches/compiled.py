@@ -38,11 +38,12 @@ _COMPILED = (
     "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
     "one that found the code, and at most 200 MiB more afterwards."
 )
-#: The figures: as of `_COMPILED`.
+#: The figures: benchmarks/compiled.py on a virtual H200, 2026-11-26, and
+#: benchmarks/compiled_sizes.py on virtual cards, 2026-11-27.
 _ONE_SIZE = (
-    "All batches are assumed to have the same size. With a batch of another size, such as a "
-    "smaller last one, PyTorch compiles again, with dynamic shapes: five such trainings reserved "
-    "at most 10 % more than predicted. TrainingStep(other_batch_size=...) predicts such a training."
+    "All batches are assumed to have the same size. For a batch of another size, such as a smaller "
+    "last one, PyTorch compiles again, with dynamic shapes: measured trainings then reserved at "
+    "most 10 % more than predicted. TrainingStep(other_batch_size=...) predicts such a training."
 )
 _OTHER_SIZE = (
     "The values are for the updates after one with a batch {}, as at the end of an epoch, for "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import inf
+from math import ceil
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ def step_of(
     is_by_value = trainer.gradient_clip_algorithm == "value"
     held = modules_held_by(trainer.callbacks)
     size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
-    steps = trainer.max_steps
-    num_batches = inf if steps in (None, -1) else steps * trainer.accumulate_grad_batches
+    last = last_batch_size(trainer.train_dataloader, size)
     return TrainingStep.from_lightning(
         pl_module if unsharded is None else unsharded.module,
         batch,
@@ -75,10 +74,18 @@ def step_of(
             for name, module in held.items()
             if module is not pl_module and module is not trainer.model
         },
-        other_batch_size=last_batch_size(
-            trainer.train_dataloader, size, min(trainer.num_training_batches, num_batches)
-        ),
+        other_batch_size=last if last is not None and _goes_on_after_an_epoch(trainer) else None,
     )
+
+
+def _goes_on_after_an_epoch(trainer: Any) -> bool:
+    """Whether a Trainer runs each batch of its loader, and then more."""
+    num_batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    steps = trainer.max_steps
+    if num_batches < len(trainer.train_dataloader):
+        return False
+    num_updates = ceil(num_batches / trainer.accumulate_grad_batches)
+    return (epochs in (None, -1) or epochs > 1) and (steps in (None, -1) or steps > num_updates)
 
 
 def copy_unsharded(trainer: Any, pl_module: Any) -> UnshardedModule | None:
