@@ -140,7 +140,8 @@ def test_steps_without_compiled_code_are_predicted_as_ever():
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_rank_of_a_job_has_the_batch_in_between(kind):
-    model = torch.compile(perceptron())
+    # fully_shard of each layer leaves nothing to compile around them.
+    model = nn.Sequential(*map(torch.compile, perceptron()))
     prediction = mc.predict(step(model, other_batch_size=10, ranks=mc.Ranks(2, kind)), device=CARD)
     assert sizes(prediction).count(10) == 1
     assert said(prediction, FOLLOWED)
