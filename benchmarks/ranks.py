@@ -3,7 +3,7 @@
 Many ways to spread models over CUDA devices.
 
     python benchmarks/ranks.py [--ranks 2] [--out FOLDER]
-    python benchmarks/ranks.py --compiled [--ranks 2]     # compiled ranks
+    python benchmarks/ranks.py --compiled [--ranks 2] [NAME ...]     # compiled ranks
 
 Needs as many CUDA devices as there are ranks (virtual ones will do: VGPU_DEVICES=4). Each rank
 predicts itself, trains six updates, and compares the steady one: the cases of
@@ -14,7 +14,8 @@ within 1 % allocated and 4 % reserved; the exit code is 1 if one is not. The res
 
 With `--compiled` each case runs twice in new processes with an empty cache of Inductor: the first
 ones compile (cold), the second ones find their code in the cache (warm), as is predicted. The exit
-code is that of the warm ones. That result goes to `ranks-<number>-compiled.json` and `.md`.
+code is that of the warm ones. That result goes to `ranks-<number>-compiled.json` and `.md` after
+each case, to those of the same day that are there already.
 """
 
 from __future__ import annotations
@@ -70,18 +71,35 @@ def cold_and_warm(num_ranks: int, name: str) -> dict[str, list[dict[str, Any]]]:
         return {way: ran(num_ranks, [name]) for way in ("cold", "warm")}
 
 
-def compiled(num_ranks: int) -> tuple[list[dict[str, Any]], Any]:
-    """The rows of compiled ranks, and all that was found."""
-    rows, found = list[dict[str, Any]](), dict[str, Any]()
-    for name in rank_cases.of_compiled_whole():
+def compiled(
+    num_ranks: int, names: Sequence[str], about: dict[str, str], path: Path
+) -> list[dict[str, Any]]:
+    """Run compiled ranks, and write the results after each case; returns the rows."""
+    known = rank_cases.of_compiled_whole()
+    found = json.loads(path.read_text())["ranks"] if path.exists() else {}
+    rows: list[dict[str, Any]] = []
+    for name in names or known:
         found[name] = cold_and_warm(num_ranks, name)
-        row = {"case": name}
-        for way, ranks in found[name].items():
-            row |= {f"{way}_{figure}": off_pct(ranks, name, figure) for figure in MOST_PCT}
-        row |= {figure: row[f"warm_{figure}"] for figure in MOST_PCT}
-        rows.append(row)
-        print(row, flush=True)
-    return rows, found
+        rows = [compiled_row(one, found[one]) for one in known if one in found]
+        write(path, about, rows, found, compiled_to_markdown(about, rows))
+        print(compiled_row(name, found[name]), flush=True)
+    return rows
+
+
+def compiled_row(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The errors of a case, cold and warm; those that are asked for are of the warm ranks."""
+    row: dict[str, Any] = {"case": name}
+    for way, ranks in found.items():
+        row |= {f"{way}_{figure}": off_pct(ranks, name, figure) for figure in MOST_PCT}
+    return row | {figure: row[f"warm_{figure}"] for figure in MOST_PCT}
+
+
+def write(path: Path, about: dict[str, str], rows: Any, ranks: Any, page: str) -> None:
+    """Write a result and its page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = {"environment": about, "rows": rows, "ranks": ranks, "not_reported": NOT_REPORTED}
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page)
 
 
 def compiled_to_markdown(about: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
@@ -143,18 +161,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--compiled", action="store_true", help="compiled ranks")
     parser.add_argument("--out", type=Path, help="the folder for the result")
+    parser.add_argument("names", nargs="*", help="cases of compiled ranks; all by default")
     options = parser.parse_args()
-    rows: list[dict[str, Any]]
-    ranks: Any
-    if options.compiled:
-        rows, ranks = compiled(options.ranks)
-    else:
-        names = list(rank_cases.cases(options.ranks))
-        ranks = ran(options.ranks, names)
-        rows = [
-            {"case": case, **{figure: off_pct(ranks, case, figure) for figure in MOST_PCT}}
-            for case in names
-        ]
     about = {
         "device": f"{options.ranks} x {torch.cuda.get_device_name()}",
         "driver": driver(),
@@ -164,13 +172,22 @@ def main() -> int:
         "command": command(),
     }
     out = options.out or results_folder(torch.cuda.get_device_name())
-    out.mkdir(parents=True, exist_ok=True)
-    results = {"environment": about, "rows": rows, "ranks": ranks, "not_reported": NOT_REPORTED}
-    name = f"ranks-{options.ranks}{'-compiled' if options.compiled else ''}"
-    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = (compiled_to_markdown if options.compiled else to_markdown)(about, rows)
-    (out / f"{name}.md").write_text(text)
-    print(text)
+    if options.compiled:
+        path = out / f"ranks-{options.ranks}-compiled.json"
+        if path.exists() or options.names:
+            about["command"] = "python benchmarks/ranks.py --compiled, in several runs with names"
+        rows = compiled(options.ranks, options.names, about, path)
+        print(path.with_suffix(".md").read_text())
+    else:
+        names = list(rank_cases.cases(options.ranks))
+        ranks = ran(options.ranks, names)
+        rows = [
+            {"case": case, **{figure: off_pct(ranks, case, figure) for figure in MOST_PCT}}
+            for case in names
+        ]
+        page = to_markdown(about, rows)
+        write(out / f"ranks-{options.ranks}.json", about, rows, ranks, page)
+        print(page)
     return (
         0
         if all(abs(row[figure]) <= most for row in rows for figure, most in MOST_PCT.items())

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 NUM_STEPS, BATCH_SIZE, LENGTH = 6, 4, 128
 STRATEGIES = ("ddp", "fsdp", "model_parallel")
+#: With a module that `torch.compile` has compiled.
+COMPILED = "ddp, compiled"
 
 
 def run(rank, world_size, folder, name, port):
@@ -58,22 +60,26 @@ def run(rank, world_size, folder, name, port):
 
     strategy = {
         "ddp": DDPStrategy,
+        COMPILED: DDPStrategy,
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True),
         "model_parallel": lambda: ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1
         ),
     }[name]()
-    callback = mc.MemoryCallback()
+    callback = mc.MemoryCallback(wait_for_prediction=name == COMPILED)
+    if name == COMPILED:
+        warnings.simplefilter("ignore")  # of PyTorch's compiler
     warnings.simplefilter("error", mc.MemoryWarning)
     trainer = Trainer(
         strategy=strategy, devices=world_size, accelerator="gpu", max_steps=NUM_STEPS,
         callbacks=[callback, Waits()], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(Module())
+    trainer.fit(torch.compile(Module()) if name == COMPILED else Module())
     found = {
         "predicted": figures(callback.prediction.step),
         "measured": figures(callback.recorder.steps[-1]),
+        "caveats": callback.prediction.caveats,
     }
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)

@@ -21,17 +21,37 @@ pytestmark = [
 WORLD_SIZE = 2
 
 
-@pytest.mark.parametrize("strategy", lightning_rank_cases.STRATEGIES)
-def test_the_callback_predicts_each_rank(strategy, tmp_path):
+def run(strategy, folder):
+    """What each rank found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(
-        lightning_rank_cases.run, (WORLD_SIZE, str(tmp_path), strategy, port), nprocs=WORLD_SIZE
+        lightning_rank_cases.run, (WORLD_SIZE, str(folder), strategy, port), nprocs=WORLD_SIZE
     )
-    for rank in range(WORLD_SIZE):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("strategy", lightning_rank_cases.STRATEGIES)
+def test_the_callback_predicts_each_rank(strategy, tmp_path):
+    for found in run(strategy, tmp_path):
         for ours, theirs in zip(found["predicted"], found["measured"], strict=True):
             assert ours["label"] == theirs["label"]
             assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.01)
             assert ours["reserved"] == pytest.approx(theirs["reserved"], rel=0.04)
+
+
+def test_the_callback_predicts_each_rank_of_a_compiled_module(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    for _ in range(2):  # the second finds the code of the first
+        ranks = run(lightning_rank_cases.COMPILED, tmp_path)
+    for found in ranks:
+        assert any(one.startswith("Compiled code is predicted from") for one in found["caveats"])
+        for ours, theirs in zip(found["predicted"], found["measured"], strict=True):
+            assert ours["label"] == theirs["label"]
+            assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.001), (
+                found["predicted"],
+                found["measured"],
+            )
+            assert ours["reserved"] == theirs["reserved"]
