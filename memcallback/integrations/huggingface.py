@@ -15,6 +15,7 @@ from memcallback.core.errors import fail_safe, warn_and_go_on
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
+from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
@@ -42,6 +43,7 @@ from memcallback.report.report import Report
 from memcallback.step.copies.compiled import has_compiled_code
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
+from memcallback.step.ranks import replicated
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ _SEVERAL_DEVICES = (
 _COMPILED_WRAPPER = (
     "The Trainer compiles the model together with a wrapper around it. The prediction is for the "
     "model without compilation."
+)
+_WITHOUT_BUCKETS = (
+    "The evaluation is predicted after a training without DistributedDataParallel. The buckets of "
+    "its gradients, {}, come on top."
 )
 
 
@@ -290,6 +296,11 @@ class MemoryTrainerCallback(TrainerCallback):
             self._found_loss = trainer.compute_loss
             make_simpler = partial(make_step, inputs, None)
             evaluation = PlannedEvaluation.of(trainer) if self._settings.predict else None
+            ddp = replicated(model)
+            if evaluation is not None and ddp is not None and not ddp.gradient_as_bucket_view:
+                num_bytes = sum(one.nbytes for one in ddp.parameters() if one.requires_grad)
+                note = _WITHOUT_BUCKETS.format(format_bytes(num_bytes))
+                monitor.notes = (*monitor.notes, note)
         if self._settings.batch_size is None:
             monitor.notes = (*monitor.notes, *more_samples(whole, args.train_batch_size))
         loss = self._loss_for(num_items)

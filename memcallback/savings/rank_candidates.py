@@ -23,7 +23,12 @@ _ONE_BATCH = "changes nothing: all ranks share one batch"
 
 def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Ranks]:
     """The usual ways to train on `world_size` ranks."""
-    yield Ranks(world_size, "ddp", gradient_as_bucket_view=True)
+    ddp = Ranks(world_size, "ddp", gradient_as_bucket_view=True)
+    if step.ranks is not None and step.ranks.compiles_wrapper:
+        # What is compiled is DistributedDataParallel, which the others are without.
+        yield ddp.compiled_by(compile=step.ranks.options["compile"])
+        return
+    yield ddp
     yield Ranks(world_size, "fsdp2")
     yield Ranks(world_size, "fsdp2", reshard_after_forward=False)
     shard = _DEVICES_PER_MACHINE if world_size > _DEVICES_PER_MACHINE else world_size // 2

@@ -63,10 +63,10 @@ def last_batch_size(loader: Any, batch_size: int | None) -> int | None:
     `batch_size` is what the model sees: with pairs several samples for each of the loader's own.
     Only PyTorch's own batches of a sampler with a length are known.
     """
-    batches = getattr(loader, "batch_sampler", None)
-    if type(batches) is not BatchSampler or batches.drop_last or batch_size is None:
-        return None
     try:
+        batches = getattr(loader, "batch_sampler", None)
+        if type(batches) is not BatchSampler or batches.drop_last or batch_size is None:
+            return None
         num_whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
         times, is_uneven = divmod(batch_size, batches.batch_size)
     except Exception:  # a stream, or the user's code

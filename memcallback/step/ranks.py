@@ -143,6 +143,15 @@ class Ranks:
         arguments = "".join(f", {name}={value!r}" for name, value in options.items())
         return f"Ranks({self.world_size}, {strategy}{arguments})"
 
+    def compiled_by(self, **compile: Any) -> Ranks:
+        """The same job of a `DistributedDataParallel` that `compile` compiles, if it says nothing.
+
+        `compile` is the option of that name, or none.
+        """
+        return Ranks(
+            self.world_size, "ddp", rank=self.rank, mesh=self.mesh, **(compile | self.options)
+        )
+
     @property
     def compiles_wrapper(self) -> bool:
         """Whether the `DistributedDataParallel` itself is compiled."""
@@ -229,11 +238,17 @@ def replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     return ddp if isinstance(ddp, nn.parallel.DistributedDataParallel) else None
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
-    """The job of a `DistributedDataParallel`, perhaps a compiled one; None for other models."""
+def ranks_of(model: nn.Module, given: Ranks | None = None) -> Ranks | None:
+    """The job of a `DistributedDataParallel`, perhaps a compiled one; None for other models.
+
+    Of a job that is given instead, the `DistributedDataParallel` is compiled as this one is.
+    """
     wrapped: Any = replicated(model)
     if wrapped is None:
-        return None
+        return given
+    compiled: dict[str, Any] = {"compile": CompiledAs(model)} if has_compiled_code(model) else {}
+    if given is not None:
+        return given.compiled_by(**compiled) if given.strategy == "ddp" else given
     options = {
         name: getattr(wrapped, name)
         for name in (
@@ -249,9 +264,8 @@ def ranks_of(model: nn.Module) -> Ranks | None:
         options["bucket_cap_mb"] = capacity_bytes / MiB
     for hook, state in wrapped._comm_hooks:
         options |= {"comm_hook": hook, "comm_state": state}
-    if has_compiled_code(model):
-        options["compile"] = CompiledAs(model)
-    return Ranks(wrapped.process_group.size(), "ddp", rank=wrapped.process_group.rank(), **options)
+    group = wrapped.process_group
+    return Ranks(group.size(), "ddp", rank=group.rank(), **options, **compiled)
 
 
 def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
@@ -302,7 +316,15 @@ def in_ddp(
     wrapped = nn.parallel.DistributedDataParallel(model.to(mesh.device_type), **options)
     if comm_hook is not None:
         wrapped.register_comm_hook(comm_state, comm_hook)
-    return wrapped if compile is None else compile(wrapped)
+    if compile is None:
+        return wrapped
+    compiled = compile(wrapped)
+    if not isinstance(compiled, nn.Module):
+        raise TypeError(
+            "compile must return the compiled module, such as torch.compile does, got "
+            f"{described(compiled)}."
+        )
+    return compiled
 
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:

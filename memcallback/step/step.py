@@ -146,7 +146,7 @@ class Step:
 
 
 def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
-    """Check both, and unwrap a `DistributedDataParallel`, which says its ranks."""
+    """Check both, and unwrap a `DistributedDataParallel`, which says its ranks if none does."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {described(model)}. "
@@ -158,4 +158,4 @@ def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | N
             "Give Ranks(world_size, 'ddp'), or None for one device."
         )
     ddp = replicated(model)
-    return (model, ranks) if ddp is None else (ddp.module, ranks or ranks_of(model))
+    return (model, ranks) if ddp is None else (ddp.module, ranks_of(model, ranks))

@@ -46,4 +46,7 @@ class BatchSizes:
 
 
 def _smaller(size: int | None, own: int) -> int:
-    return own if size is None else max(1, min(size, own - 1))
+    """A smaller size than one's own; 1, which PyTorch treats apart, only if that is asked for."""
+    if size is None or own - 1 < min(size, 2):
+        return own
+    return min(size, own - 1)

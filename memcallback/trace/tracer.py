@@ -72,6 +72,10 @@ _FULL_HISTORY = (
     "LBFGS is assumed to run all its iterations, and to have a full history from the second update "
     "on."
 )
+_OTHER_FAILS = (
+    "All batches are assumed to have the same size, because a batch {} cannot be traced. Perhaps "
+    "it fails in the training too: {}"
+)
 _LEAVE_IT_OUT = "Leave that code out: memcallback.TrainingStep(model, batch, loss=...)."
 _GIVE_LOSS = (
     "The step has no loss, so its model is called {}: give "
@@ -111,6 +115,7 @@ class TraceRequest:
             needs: Dynamo's state changes. Else it runs as it would without compilation.
         takes_known_shapes: Whether shapes that depend on values are those of the batch's values,
             where these are known, not the largest possible.
+        follows_other_batch: Whether the step's batch of another size comes in between.
     """
 
     step: Step
@@ -122,6 +127,7 @@ class TraceRequest:
     bounds: Bounds = field(default_factory=Bounds)
     compiles: bool = False
     takes_known_shapes: bool = False
+    follows_other_batch: bool = True
 
 
 def trace(request: TraceRequest) -> TracedStep:
@@ -170,7 +176,7 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
     """Trace with the largest possible shapes, else with known ones; compiled, else not."""
-    result, mode, has_compiled = _attempt(request, rank)
+    result, mode, code = _attempt(request, rank)
     if isinstance(result, PredictionError) and mode.open_shapes and not request.takes_known_shapes:
         # Code that counts on the true shape fails on the largest one.
         known, _, _ = _attempt(replace(request, takes_known_shapes=True), rank)
@@ -178,8 +184,16 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
             return known
     if not isinstance(result, PredictionError):
         return result
-    if not has_compiled:
+    if not code.has_compiled:
         raise result
+    if code.other_batch:
+        traced = _trace(replace(request, follows_other_batch=False), rank)
+        said = _OTHER_FAILS.format(code.other_batch, result)
+        return (
+            traced
+            if isinstance(traced, Irregular)
+            else replace(traced, caveats=(*traced.caveats, said))
+        )
     traced = _trace(replace(request, compiles=False), rank)
     if isinstance(traced, Irregular):
         return traced
@@ -188,8 +202,8 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
 
 def _attempt(
     request: TraceRequest, rank: _Rank | None
-) -> tuple[TracedStep | Irregular | PredictionError, TraceMode, bool]:
-    """A trace or why there is none, its mode, and whether anything was compiled in it."""
+) -> tuple[TracedStep | Irregular | PredictionError, TraceMode, CompiledCode]:
+    """A trace or why there is none, its mode, and what was compiled in it."""
     num_chosen = request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
@@ -198,8 +212,8 @@ def _attempt(
         result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
         request.bounds.forget(num_chosen)
-        return error, mode, code.has_compiled
-    return result, mode, code.has_compiled
+        return error, mode, code
+    return result, mode, code
 
 
 def _run(
@@ -413,7 +427,7 @@ class _Tracer:
                     self.marks.label_states(optimizers)
                     mode.assumed[_FULL_HISTORY] = None
                 number += 1
-            if not self._request.num_updates:
+            if not self._request.num_updates and self._request.follows_other_batch:
                 self._follow_other_batch(training, number)
 
     def _update(self, training: Training) -> int:

@@ -327,6 +327,31 @@ def test_activation_checkpointing_inside_of_compiled_code_is_predicted_compiled(
     assert step(is_checkpointed=True) < step(is_checkpointed=False)
 
 
+def test_a_job_that_is_given_is_compiled_as_the_model_s_wrapper():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = torch.compile(nn.parallel.DistributedDataParallel(nn.Linear(64, 64)))
+        step = mc.TrainingStep(
+            model, torch.zeros(8, 64), optimizer=torch.optim.SGD, ranks=mc.Ranks(8, "ddp")
+        )
+        assert repr(step.ranks) == "Ranks(8, 'ddp', compile=torch.compile)"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_wrapper_that_is_no_module_is_refused():
+    step = mc.TrainingStep(
+        nn.Linear(64, 64),
+        torch.zeros(8, 64),
+        optimizer=torch.optim.SGD,
+        ranks=mc.Ranks(2, "ddp", compile=lambda model: None),
+    )
+    with pytest.raises(mc.PredictionError, match="compile must return the compiled module"):
+        mc.predict(step, device=CARD)
+
+
 def test_compiled_blocks_on_a_rank_are_predicted_as_they_ran_on_two_devices():
     make_batch = rank_cases.MODELS["compiled transformer"][1]
     step = mc.TrainingStep(

@@ -168,3 +168,29 @@ def test_a_changed_copy_of_a_step_keeps_the_batch_in_between():
     own = step(perceptron(), other_batch_size=10)
     assert own.varied(accumulate=2).other_batch_size == 10
     assert own.varied(other_batch_size=None).other_batch_size is None
+
+
+class Normed(nn.Module):
+    """Fails with one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.GELU())
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_where_the_batch_in_between_fails_the_rest_is_predicted_compiled():
+    own = torch.compile(Normed())
+    prediction = mc.predict(step(own, other_batch_size=1), device=CARD)
+    assert peaks(prediction) == peaks(mc.predict(step(own), device=CARD))
+    (sentence,) = said(prediction, "All batches are assumed to have the same size, because a batch")
+    assert "a batch of 1 sample cannot be traced" in sentence
+    assert "Expected more than 1 value per channel" in sentence
+    assert not said(prediction, FOLLOWED)
+
+
+def test_a_batch_of_one_sample_is_only_in_between_if_asked_for():
+    own = step(torch.compile(Normed()), other_batch_size=10)
+    assert sizes(mc.predict(own, device=CARD, batch_size=2)) == [2, 2]

@@ -47,7 +47,8 @@ _ONE_SIZE = (
 )
 _OTHER_SIZE = (
     "The values are for the updates after one with a batch {}, as at the end of an epoch, for "
-    "which PyTorch compiles again if it has to. Before, an update can need less or more."
+    "which PyTorch compiles again if it has to. Before, an update can need less or more. Other "
+    "sizes of the batches are assumed not to change."
 )
 _CUDA_GRAPHS = (
     "CUDA graphs (mode='reduce-overhead', 'max-autotune') warm up in the first update, are "
@@ -80,6 +81,7 @@ class CompiledCode:
         has_compiled: Whether anything was compiled for the card.
         has_compiled_passes: Whether that was more than the update of an optimizer.
         has_graphs: Whether any of it runs in CUDA graphs.
+        other_batch: What is different of a batch that comes in between, in words; else "".
         is_noted: Whether it was said that some code was not.
     """
 
@@ -89,7 +91,7 @@ class CompiledCode:
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
         self._graphs: Any = None
-        self._has_other_batch = False
+        self.other_batch = ""
 
     @property
     def has_no_operators(self) -> bool:
@@ -120,9 +122,9 @@ class CompiledCode:
 
     def say_other_batch(self, own: BatchSizes, other: BatchSizes) -> None:
         """Say that a batch of another size comes in between."""
-        self._has_other_batch = True
+        self.other_batch = own.unlike(other)
         self._mode.assumed.pop(_ONE_SIZE, None)
-        self._mode.assumed[_OTHER_SIZE.format(own.unlike(other))] = None
+        self._mode.assumed[_OTHER_SIZE.format(self.other_batch)] = None
 
     def note(self, name: str) -> None:
         """Say that some code was not compiled."""
@@ -180,7 +182,7 @@ class CompiledCode:
             # Of optimizers in hooks of the backward pass too.
             if not in_update and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
                 self.has_compiled_passes = True
-                if not self._has_other_batch:
+                if not self.other_batch:
                     self._mode.assumed[_ONE_SIZE] = None
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
             if _has_compiled_autograd():

@@ -42,11 +42,13 @@ def known_by_dynamo() -> Iterator[None]:
         for table in (rules, constants, guarded, in_graph._get_handlers()):
             if original in table:
                 add(table, function, table[original])
+    is_outermost = DeviceProperties not in constant_types
     constant_types.add(DeviceProperties)
     try:
         yield
     finally:
-        constant_types.discard(DeviceProperties)
+        if is_outermost:
+            constant_types.discard(DeviceProperties)
         for table, function in added:
             del table[function]
 

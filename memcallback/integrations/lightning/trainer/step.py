@@ -82,7 +82,10 @@ def _goes_on_after_an_epoch(trainer: Any) -> bool:
     """Whether a Trainer runs each batch of its loader, and then more."""
     num_batches, epochs = trainer.num_training_batches, trainer.max_epochs
     steps = trainer.max_steps
-    if num_batches < len(trainer.train_dataloader):
+    try:
+        if num_batches < len(trainer.train_dataloader):
+            return False
+    except Exception:  # a loader of the user's can fail in any way
         return False
     num_updates = ceil(num_batches / trainer.accumulate_grad_batches)
     return (epochs in (None, -1) or epochs > 1) and (steps in (None, -1) or steps > num_updates)
