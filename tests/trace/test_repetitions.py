@@ -55,10 +55,20 @@ def test_the_rest_of_the_repetitions_is_whole_periods():
     assert num_to_trace(20, 8) == 20
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}])
-def test_tokens_that_free_what_the_token_before_left_repeat(options):
+class Wrapper(nn.Module):
+    """A model around another one that generates, as those of PEFT."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def generate(self, **given):
+        return self.base_model.generate(**given)
+
+
+def llama():
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(
+    return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=16,
             intermediate_size=16,
@@ -66,8 +76,28 @@ def test_tokens_that_free_what_the_token_before_left_repeat(options):
             num_attention_heads=1,
             vocab_size=50,
         )
-    )
+    ).eval()
+
+
+def growths(model, **options):
     generate = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, **options}
-    step = mc.InferenceStep(model.eval(), torch.ones(1, 4, dtype=torch.long), generate=generate)
-    repeated = trace(TraceRequest(step=step, device=find_device("H200"))).growths
-    assert [growth.num_all for growth in repeated] == [50, 50]
+    step = mc.InferenceStep(model, {"input_ids": torch.ones(1, 4).long()}, generate=generate)
+    return trace(TraceRequest(step=step, device=find_device("H200"))).growths
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"use_cache": False}])
+def test_tokens_that_free_what_the_token_before_left_repeat(options):
+    assert [growth.num_all for growth in growths(llama(), **options)] == [50, 50]
+
+
+def test_a_model_around_the_one_that_generates_generates_as_many_tokens():
+    assert [growth.num_all for growth in growths(Wrapper(llama()))] == [50, 50]
+
+
+def test_a_model_that_generates_otherwise_is_not_predicted():
+    class Own(Wrapper):
+        def generate(self, **given):
+            return given["input_ids"]
+
+    with pytest.raises(mc.PredictionError, match="never called _has_unfinished_sequences"):
+        growths(Own(llama()))

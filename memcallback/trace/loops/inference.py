@@ -101,7 +101,9 @@ class Inference:
     def _tokens(self, num_tokens: int) -> Iterator[None]:
         """Let `generate` run for some tokens inside, which end no sequence, and mark each."""
         name = "_has_unfinished_sequences"
-        if not hasattr(self.model, name):
+        # A model may wrap the one that generates, as PEFT's do.
+        generating = [part for part in self.model.modules() if hasattr(type(part), name)]
+        if not generating:
             raise PredictionError(
                 f"{type(self.model).__name__}.generate() has no {name}, which transformers calls "
                 "for each token. Install a version of transformers that memcallback is tested with "
@@ -116,8 +118,15 @@ class Inference:
             left -= 1
             return left >= 0
 
-        setattr(self.model, name, has_unfinished)
+        for module in generating:
+            setattr(module, name, has_unfinished)
         try:
             yield
         finally:
-            delattr(self.model, name)
+            for module in generating:
+                delattr(module, name)
+        if not part.cuts:
+            raise PredictionError(
+                f"{type(self.model).__name__}.generate() never called {name}, by which tokens are "
+                "counted. Give forward=... with a loop of your own."
+            )
