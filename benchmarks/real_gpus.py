@@ -35,14 +35,18 @@ from published.steps import cases, program
 
 import memcallback as mc
 from memcallback.core.validation import DEFAULT_HEADROOM
-from memcallback.devices.catalogue import EAGER_CONTEXT_BYTES, DeviceSpec, find_device
+from memcallback.devices.catalogue import (
+    EAGER_CONTEXT_BYTES,
+    DeviceSpec,
+    LtWorkspace,
+    find_device,
+)
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "The 17 published runs of PEFT with an image model, and the Liger-Kernel cases above: their "
-    "programs have not been rebuilt yet.",
+    "The 17 published runs of PEFT with an image model: their programs have not been rebuilt yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )
@@ -51,6 +55,8 @@ TRUST = (
 )
 #: With fewer batch sizes than this a program is traced at each.
 _FEW_SIZES = 3
+#: The day when PyTorch 2.9 came out; cases with a date do not say which version ran.
+PYTORCH_2_9 = "2025-10-15"
 #: The name of a card in a case -> the card.
 _CARDS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
@@ -97,6 +103,15 @@ class CardWithoutCublas(DeviceSpec):
         return 0
 
 
+class CardOfOlderPyTorch(DeviceSpec):
+    """A card with a PyTorch before 2.9, where each call gives back cuBLASLt's workspace."""
+
+    @property
+    def cublaslt_workspace(self) -> LtWorkspace:
+        """Each call has one."""
+        return "each call"
+
+
 def all_cases() -> list[dict[str, Any]]:
     """Steps, single operators and runs."""
     return [*cases(), *operators.operators(), *fine_tuning.runs()]
@@ -126,6 +141,8 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
     assert isinstance(card, DeviceSpec)
     if is_of_amd:
         return CardWithoutCublas(**{**vars(card), "name": "AMD MI2xx"})
+    if case.get("date", PYTORCH_2_9) < PYTORCH_2_9:
+        return CardOfOlderPyTorch(**vars(card))
     cap_bytes = case.get("cap_bytes")
     if cap_bytes:
         return replace(card, capacity_bytes=cap_bytes, context_bytes=0)

@@ -10,7 +10,8 @@ import memcallback as mc
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import real_gpus
-from published import fine_tuning, operators
+from published import fine_tuning, operators, operators_of_layers
+from published.philox import normal_numbers
 from published.steps import cases, program, reason_left_out, step_of
 
 CASES = cases()
@@ -69,16 +70,19 @@ def test_every_operator_names_its_card_and_one_that_is_left_out_its_reason():
         assert real_gpus.source_of(row) == "Liger-Kernel"
         assert real_gpus.card_of(row).compute_capability in ((9, 0), (8, 6))
     built = [row for row in OPERATORS if operators.reason_left_out(row) is None]
-    assert len(built) == 66
+    assert len(built) == 188
 
 
 @pytest.mark.parametrize(
     "operator",
     [
         "fused_add_rms_norm",
+        "fused_moe",
+        "fused_neighborhood_attention",
         "jsd",
         "kl_div",
         "layer_norm",
+        "llama4_rope",
         "megatron_rms_norm",
         "megatron_swiglu",
         "relu_squared",
@@ -95,6 +99,23 @@ def test_an_operator_takes_what_was_measured_to_the_byte(operator):
         progress=lambda done, num_all: None,
     )
     assert prediction.peak_allocated_bytes == row["value"]
+
+
+@pytest.mark.parametrize("operator", ["fused_linear_jsd", "sparse_multi_token_attention"])
+def test_an_operator_takes_nearly_what_was_measured(operator):
+    row = [row for row in OPERATORS if row["operator"] == operator][2]
+    (prediction,) = real_gpus.traced([row]).values()
+    assert abs(real_gpus.predicted(row, prediction)["error"]) < 1e-6
+
+
+def test_the_seed_tells_how_many_tokens_choose_an_expert():
+    row = next(row for row in OPERATORS if row["operator"] == "fused_moe" and row["x"] == 8)
+    step, _ = operators_of_layers.fused_moe(row)
+    assert step.operator.num_tokens == [8192] * 8  # each of 8 experts is chosen by all
+    first, second = (normal_numbers(42, before, 2**20) for before in ([], [2**20]))
+    assert abs(first.mean()) < 0.01
+    assert abs(first.std() - 1) < 0.01
+    assert abs((first * second).mean()) < 0.01
 
 
 RUNS = fine_tuning.runs()
