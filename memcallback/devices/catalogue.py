@@ -6,10 +6,15 @@ import difflib
 import operator
 import re
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 from memcallback.devices.cards import ARCHITECTURES, CARDS, SHARED_MEMORY_PER_BLOCK_BYTES
+
+#: Whether each call of cuBLASLt takes its workspace and gives it back, each handle keeps one, or it
+#: uses the one that cuBLAS keeps.
+LtWorkspace = Literal["each call", "each handle", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,13 @@ class DeviceSpec:
         return cublas_workspace_bytes(self.compute_capability, torch_version())
 
     @property
+    def cublaslt_workspace(self) -> LtWorkspace:
+        """Who has the workspace of cuBLASLt, with the PyTorch that is installed."""
+        from memcallback.core.tensors import torch_version
+
+        return cublaslt_workspace(torch_version())
+
+    @property
     def allocator_capacity_bytes(self) -> int:
         """What the caching allocator can have: the capacity minus `outside_bytes`, at least 0."""
         return max(0, self.capacity_bytes - self.outside_bytes)
@@ -94,6 +106,19 @@ def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int
     else:
         is_large = capability[0] in ((9, 10, 12) if torch_version < (2, 14) else (9, 10, 11, 12))
     return 32 * MiB if is_large else 8_519_680
+
+
+def cublaslt_workspace(torch_version: tuple[int, int]) -> LtWorkspace:
+    """Who has the workspace of cuBLASLt, which multiplies and adds a bias.
+
+    Source: ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp (pull requests 156495, 168175 and
+    175879). `cublaslt_handle_stream_to_workspace` is in libtorch_cuda.so of PyTorch 2.9.1 and
+    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0, 2.12.1, 2.13.0 and 2.14.1 ran on a virtual device.
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE would change it; it is not followed.
+    """
+    if torch_version < (2, 9):
+        return "each call"
+    return "each handle" if torch_version < (2, 12) else "shared"
 
 
 @dataclass(frozen=True, kw_only=True)

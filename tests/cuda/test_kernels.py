@@ -11,11 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp
-from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
+from memcallback.cuda.kernels.matrix import (
+    CUBLASLT_WORKSPACE_BYTES,
+    uses_cublas,
+    uses_cublaslt,
+)
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import corrected_result, kernel_of, kernel_rule
 from memcallback.devices.catalogue import DeviceSpec
-from memcallback.trace.dispatch.kernel_writer import CUBLASLT_WORKSPACE_BYTES
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "kernels"
 #: Whose outputs depend on values: the recording tells their shapes.
@@ -88,8 +91,14 @@ def said(name, head):
     return not any(all(piece in name for piece in single.split("%")) for single in SINGLE)
 
 
+class RecordedDevice(DeviceSpec):
+    """With the PyTorch 2.11 of the recordings, whichever is installed."""
+
+    cublaslt_workspace = "each handle"
+
+
 def spec_of(head):
-    return DeviceSpec(
+    return RecordedDevice(
         name=head["device"],
         capacity_bytes=0,
         compute_capability=tuple(head["compute_capability"]),

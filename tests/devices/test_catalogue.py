@@ -222,6 +222,24 @@ def test_a_pro_6000_has_the_workspace_of_the_installed_pytorch(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("torch_version", "workspace"),
+    [
+        ("2.6.0", "each call"),
+        ("2.8.0", "each call"),
+        ("2.9.1", "each handle"),
+        ("2.11.0", "each handle"),
+        ("2.12.1", "shared"),
+        ("2.14.1", "shared"),
+    ],
+)
+def test_cublaslt_has_its_workspace_as_the_installed_pytorch_gives_it(
+    torch_version, workspace, monkeypatch
+):
+    monkeypatch.setattr("torch.__version__", f"{torch_version}+cu130")
+    assert find_device("A100").cublaslt_workspace == workspace
+
+
+@pytest.mark.parametrize(
     ("name", "num_multiprocessors", "mib", "l2_mib"),
     [("5090", 170, 32_607, 96), ("5080", 84, 16_303, 64), ("5070 Ti", 70, 16_303, 48)],
 )

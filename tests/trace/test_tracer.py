@@ -21,10 +21,10 @@ import memcallback as mc
 from memcallback.core.allocation_trace import Alloc, Free, PhaseStart, StepEnd, StepStart
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category, Phase
+from memcallback.cuda.kernels.matrix import CUBLASLT_WORKSPACE_BYTES
 from memcallback.devices.catalogue import find_device
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.dispatch.kernel_writer import CUBLASLT_WORKSPACE_BYTES
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.tracer import TraceRequest, trace
@@ -341,7 +341,30 @@ def test_checkpointing_keeps_the_inputs_of_segments_and_computes_the_rest_again(
     assert plain[1] - saved[1] >= 4 * hidden
     # At the end of the backward pass nothing is left of either but the workspace of its thread,
     # where linear layers ran again.
-    assert abs(saved[3] - plain[3] - CUBLASLT_WORKSPACE_BYTES) <= 4 * 512
+    workspace_bytes = CUBLASLT_WORKSPACE_BYTES if CARD.cublaslt_workspace == "each handle" else 0
+    assert abs(saved[3] - plain[3] - workspace_bytes) <= 4 * 512
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "of_cublas", "of_cublaslt", "is_freed"),
+    [
+        ("2.8.0", 2, 4, True),  # two linear layers, two batches
+        ("2.11.0", 2, 1, False),  # the backward pass adds no bias
+        ("2.13.0", 2, 0, False),
+    ],
+)
+def test_a_linear_layer_takes_the_workspaces_that_its_pytorch_takes(
+    torch_version, of_cublas, of_cublaslt, is_freed, monkeypatch
+):
+    monkeypatch.setattr("torch.__version__", f"{torch_version}+cu130")
+    traced = on_card(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 10)), vectors())
+    workspaces = [e for e in allocations(traced) if e.category is Category.WORKSPACE]
+    sizes = [event.size_bytes for event in workspaces]
+    assert sizes.count(CARD.cublas_workspace_bytes) == of_cublas
+    small = [e.id for e in workspaces if e.size_bytes == CUBLASLT_WORKSPACE_BYTES]
+    freed = {event.id for event in traced.trace.events if isinstance(event, Free)}
+    assert len(small) == of_cublaslt
+    assert all((number in freed) == is_freed for number in small)
 
 
 def test_modules_own_their_parameters_gradients_state_and_activations():

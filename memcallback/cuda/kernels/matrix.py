@@ -7,8 +7,12 @@ import math
 import torch
 
 from memcallback.core.kernel import Kernel
+from memcallback.core.types import Category
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
+#: The workspace of cuBLASLt where it is not cuBLAS's (`DeviceSpec.cublaslt_workspace`), measured on
+#: the CUDA build of PyTorch 2.11 for compute capability 7.5, 8.0 and 9.0.
+CUBLASLT_WORKSPACE_BYTES = 1 << 20
 #: Matrix product -> the position of its first factor; the second follows.
 _FACTORS = {
     "mm": 0,
@@ -32,7 +36,7 @@ def uses_cublas(call: OpCall) -> bool:
 
 
 def uses_cublaslt(call: OpCall) -> bool:
-    """Whether a call needs cuBLASLt's workspace of 1 MiB too, after cuBLAS's.
+    """Whether cuBLASLt computes a call, which needs its workspace after cuBLAS's.
 
     Inductor has it write into outputs with padded rows, which cuBLASLt is not asked for.
     """
@@ -51,15 +55,23 @@ def uses_cublaslt(call: OpCall) -> bool:
 def _product(call: OpCall) -> Kernel | None:
     """`prepare_matrix_for_cublas` (Blas.cpp): the output, then copies of strided factors.
 
-    A factor is copied if neither its rows nor its columns are contiguous.
+    A factor is copied if neither its rows nor its columns are contiguous. In an old PyTorch
+    cuBLASLt's workspace follows (`gemm_and_bias` in CUDABlas.cpp).
     """
     first = _FACTORS[call.name]
     factors = call.arguments[first : first + 2]
-    if all(_usable(t) for t in factors) or not all(t.numel() for t in factors):
+    has_workspace = uses_cublaslt(call) and call.device.cublaslt_workspace == "each call"
+    if not all(t.numel() for t in factors):
+        return None
+    if all(_usable(t) for t in factors) and not has_workspace:
         return None
     kernel = KernelBuilder()
     kernel.output(0)
     copies = [None if _usable(t) else kernel.alloc(dense_bytes(t)) for t in factors]
+    if has_workspace:
+        workspace = kernel.alloc(CUBLASLT_WORKSPACE_BYTES, Category.WORKSPACE)
+        kernel.open_blas()
+        kernel.free(workspace)
     kernel.free(*reversed(copies))
     return kernel.build()
 

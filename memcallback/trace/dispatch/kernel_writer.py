@@ -14,15 +14,15 @@ from memcallback.core.kernel import (
 )
 from memcallback.core.torch_private import no_dispatch
 from memcallback.core.types import Category
-from memcallback.cuda.kernels.matrix import uses_cublas, uses_cublaslt
+from memcallback.cuda.kernels.matrix import (
+    CUBLASLT_WORKSPACE_BYTES,
+    uses_cublas,
+    uses_cublaslt,
+)
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import kernel_rule
 from memcallback.trace.dispatch.entries import Entry
 from memcallback.trace.dispatch.ledger import Ledger
-
-#: What cuBLASLt keeps for each handle and stream: measured on the CUDA build of PyTorch 2.11 for
-#: compute capability 7.5, 8.0 and 9.0.
-CUBLASLT_WORKSPACE_BYTES = 1 << 20
 
 
 class KernelWriter:
@@ -80,7 +80,7 @@ class KernelWriter:
     ) -> Iterator[Entry]:
         """Open the handles that a matrix product needs, and give the new workspaces."""
         needed = {"cuBLAS": call.device.cublas_workspace_bytes}
-        if uses_cublaslt(call):
+        if uses_cublaslt(call) and call.device.cublaslt_workspace == "each handle":
             needed["cuBLASLt"] = CUBLASLT_WORKSPACE_BYTES
         for library, workspace_bytes in needed.items():
             handle = (library, is_backward, ledger.stream)
