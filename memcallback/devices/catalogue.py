@@ -12,9 +12,8 @@ from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 from memcallback.devices.cards import ARCHITECTURES, CARDS, SHARED_MEMORY_PER_BLOCK_BYTES
 
-#: Whether each call of cuBLASLt takes its workspace and gives it back, each handle keeps one, or it
-#: uses the one that cuBLAS keeps.
-LtWorkspace = Literal["each call", "each handle", "shared"]
+#: Whether each call of cuBLASLt takes its workspace and gives it back, or each handle keeps one.
+LtWorkspace = Literal["each call", "each handle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +112,11 @@ def cublaslt_workspace(torch_version: tuple[int, int]) -> LtWorkspace:
 
     Source: ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp (pull requests 156495, 168175 and
     175879). `cublaslt_handle_stream_to_workspace` is in libtorch_cuda.so of PyTorch 2.9.1 and
-    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0, 2.12.1, 2.13.0 and 2.14.1 ran on a virtual device.
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE would change it; it is not followed.
+    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0 ran on a virtual device. From 2.12 on it uses the one
+    that cuBLAS keeps (2.12.1, 2.13.0 and 2.14.1 ran there), which is not followed, nor is
+    TORCH_CUBLASLT_UNIFIED_WORKSPACE.
     """
-    if torch_version < (2, 9):
-        return "each call"
-    return "each handle" if torch_version < (2, 12) else "shared"
+    return "each call" if torch_version < (2, 9) else "each handle"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,8 +228,6 @@ def test_a_pro_6000_has_the_workspace_of_the_installed_pytorch(monkeypatch):
         ("2.8.0", "each call"),
         ("2.9.1", "each handle"),
         ("2.11.0", "each handle"),
-        ("2.12.1", "shared"),
-        ("2.14.1", "shared"),
     ],
 )
 def test_cublaslt_has_its_workspace_as_the_installed_pytorch_gives_it(
