@@ -128,6 +128,9 @@ def compiled_to_markdown(about: dict[str, str], rows: Sequence[dict[str, Any]]) 
     for row in rows:
         errors = " | ".join(f"{row[name]:+.3f} %" for name in names)
         lines.append(f"| {row['case']} | {errors} |")
+    ran_names = {row["case"] for row in rows}
+    if left := [name for name in rank_cases.of_compiled_whole() if name not in ran_names]:
+        lines += ["", f"Not run: {'; '.join(left)}."]
     return "\n".join((*lines, *not_reported(NOT_REPORTED))) + "\n"
 
 

@@ -478,6 +478,10 @@ def of_compiled_whole():
         found[f"{blocks}, ddp"] = Case("ddp", blocks)
         found[f"{blocks}, ddp, bf16"] = Case("ddp", blocks, precision=bf16)
         found[f"{blocks}, fsdp2"] = Case("fsdp2", blocks)
+        found[f"{model}, not compiled, fsdp2"] = Case("fsdp2", model)
+        found[f"{model}, not compiled, fsdp2 in bf16"] = Case(
+            "fsdp2", model, options={"mp_policy": policy}
+        )
         found[f"{blocks}, fsdp2 in bf16"] = Case("fsdp2", blocks, options={"mp_policy": policy})
         found[f"{model}, DDP(torch.compile(model))"] = Case("ddp", whole)
         found[f"{model}, DDP(torch.compile(model)), bf16"] = Case("ddp", whole, precision=bf16)
