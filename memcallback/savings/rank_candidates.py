@@ -10,7 +10,7 @@ from torch import nn
 
 from memcallback.savings.plan import SavingGroup
 from memcallback.savings.saving import Saving
-from memcallback.step.ranks import Ranks
+from memcallback.step.ranks import Ranks, with_options
 from memcallback.step.training_step import TrainingStep
 
 #: Devices of a machine; HSDP shards within a machine and replicates over machines.
@@ -26,7 +26,7 @@ def usual(step: TrainingStep, batch_size: int, world_size: int) -> Iterator[Rank
     ddp = Ranks(world_size, "ddp", gradient_as_bucket_view=True)
     if step.ranks is not None and step.ranks.compiles_wrapper:
         # What is compiled is DistributedDataParallel, which the others are without.
-        yield ddp.compiled_by(compile=step.ranks.options["compile"])
+        yield with_options(ddp, {"compile": step.ranks.options["compile"]})
         return
     yield ddp
     yield Ranks(world_size, "fsdp2")

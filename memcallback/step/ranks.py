@@ -143,15 +143,6 @@ class Ranks:
         arguments = "".join(f", {name}={value!r}" for name, value in options.items())
         return f"Ranks({self.world_size}, {strategy}{arguments})"
 
-    def compiled_by(self, **compile: Any) -> Ranks:
-        """The same job of a `DistributedDataParallel` that `compile` compiles, if it says nothing.
-
-        `compile` is the option of that name, or none.
-        """
-        return Ranks(
-            self.world_size, "ddp", rank=self.rank, mesh=self.mesh, **(compile | self.options)
-        )
-
     @property
     def compiles_wrapper(self) -> bool:
         """Whether the `DistributedDataParallel` itself is compiled."""
@@ -248,7 +239,7 @@ def ranks_of(model: nn.Module, given: Ranks | None = None) -> Ranks | None:
         return given
     compiled: dict[str, Any] = {"compile": CompiledAs(model)} if has_compiled_code(model) else {}
     if given is not None:
-        return given.compiled_by(**compiled) if given.strategy == "ddp" else given
+        return with_options(given, compiled) if given.strategy == "ddp" else given
     options = {
         name: getattr(wrapped, name)
         for name in (
@@ -266,6 +257,12 @@ def ranks_of(model: nn.Module, given: Ranks | None = None) -> Ranks | None:
         options |= {"comm_hook": hook, "comm_state": state}
     group = wrapped.process_group
     return Ranks(group.size(), "ddp", rank=group.rank(), **options, **compiled)
+
+
+def with_options(ranks: Ranks, options: Mapping[str, Any]) -> Ranks:
+    """The same job with more options; its own come first."""
+    own = {**options, **ranks.options}
+    return Ranks(ranks.world_size, ranks.strategy, rank=ranks.rank, mesh=ranks.mesh, **own)
 
 
 def _check_options(strategy: str, options: Mapping[str, Any]) -> None:
