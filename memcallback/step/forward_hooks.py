@@ -100,6 +100,7 @@ class PassingHooks(ForwardHooks):
     """Hooks that come and go during a training, and are not there while Dynamo compiles."""
 
     def __init__(self, module: nn.Module, before: Hook, after: Hook) -> None:
+        before.comes_and_goes = after.comes_and_goes = True
         super().__init__(module, before, after)
         if self._handles:
             _compilations.hide(self)
@@ -112,7 +113,7 @@ class PassingHooks(ForwardHooks):
     def step_aside(self) -> None:
         """Take the hooks away for a compilation, or for good if that would notice their return."""
         module = self._module()
-        if module is not None and (_checks_hooks() or _num_hooks(module) > len(self._handles)):
+        if module is not None and (_checks_hooks() or _has_others(module)):
             self._is_removed = True
         self.unregister()
 
@@ -122,12 +123,17 @@ class PassingHooks(ForwardHooks):
         return (
             is_compiled_in_place(module)
             or not _compilations.have_been()
-            or not (_checks_hooks() or _num_hooks(module))
+            or not (_checks_hooks() or _has_others(module))
         )
 
 
-def _num_hooks(module: nn.Module) -> int:
-    return sum(len(getattr(module, name)) for name in _HOOKS)
+def _has_others(module: nn.Module) -> bool:
+    """Whether a module has hooks that stay while Dynamo compiles."""
+    return any(
+        not (isinstance(hook, Hook) and hook.comes_and_goes)
+        for name in _HOOKS
+        for hook in getattr(module, name).values()
+    )
 
 
 def _checks_hooks() -> bool:

@@ -92,7 +92,12 @@ class Hook:
 
     It does nothing in a copy of its owner, which may be pickled and read where this package is not
     installed, and in a compiled module.
+
+    Attributes:
+        comes_and_goes: Whether it is taken away while Dynamo compiles.
     """
+
+    comes_and_goes = False
 
     def __init__(self, function: Callable[..., object] | None = None) -> None:
         self._function = function

@@ -178,8 +178,6 @@ class _Modules:
 
     def follow(self, model: torch.nn.Module, hooks: ExitStack) -> None:
         for name, module in model.named_modules():
-            if not PassingHooks.are_possible(module):
-                continue
             with suppress(RuntimeError):  # TorchScript modules accept no such hooks
                 enter = Hook(partial(self._enter, visible_name(name)))
                 hooks.callback(PassingHooks(module, enter, Hook(self._leave)).remove)
