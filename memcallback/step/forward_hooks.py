@@ -27,6 +27,7 @@ from memcallback.step.hooks import Hook, is_error_in_module
 
 #: Attributes of a wrapper: what it wraps, and what it calls.
 _WRAPPED, _CALLED = "_memcallback_wrapped", "_memcallback_called"
+#: Where a module keeps hooks for which Dynamo may look.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",

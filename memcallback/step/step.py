@@ -146,7 +146,7 @@ class Step:
 
 
 def _model_and_ranks(model: object, ranks: object) -> tuple[nn.Module, Ranks | None]:
-    """Check both, and unwrap a `DistributedDataParallel`, which says its ranks if none does."""
+    """Check both, and unwrap a `DistributedDataParallel`: without ranks, the job is the model's."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {described(model)}. "

@@ -30,8 +30,8 @@ class BatchSizes:
         if own is None or not has_samples(step.batch, own):
             size = None
         return BatchSizes(
-            _smaller(size, self.batch_size),
-            None if self.length is None else _smaller(length, self.length),
+            _in_between(size, self.batch_size),
+            None if self.length is None else _in_between(length, self.length),
         )
 
     def unlike(self, other: BatchSizes) -> str:
@@ -45,7 +45,7 @@ class BatchSizes:
         return " ".join(parts)
 
 
-def _smaller(size: int | None, own: int) -> int:
+def _in_between(size: int | None, own: int) -> int:
     """A smaller size than one's own; 1, which PyTorch treats apart, only if that is asked for."""
     if size is None or own - 1 < min(size, 2):
         return own

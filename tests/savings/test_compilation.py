@@ -6,6 +6,7 @@ from needs import needs_compilation, needs_ranks
 from torch import nn
 
 import memcallback as mc
+from memcallback.savings import rank_candidates
 from memcallback.savings.compilation import compilation
 
 pytestmark = [
@@ -161,3 +162,17 @@ def test_ranks_that_were_not_compared_compiled_have_no_such_saving():
 def test_where_nothing_is_compiled_there_is_no_such_row():
     assert "torch.compile" not in rows(mc.what_if(step(perceptron()), device=CARD, isolate=False))
     assert "torch.compile" not in rows(mc.what_if(step(perceptron()), device="cpu"))
+
+
+@needs_ranks
+def test_jobs_to_try_are_compiled_as_the_job_of_the_step_is():
+    step = mc.TrainingStep(
+        nn.Linear(64, 64),
+        torch.zeros(8, 64),
+        optimizer=torch.optim.SGD,
+        ranks=mc.Ranks(2, "ddp", compile=torch.compile),
+    )
+    (ddp,) = rank_candidates.usual(step, batch_size=8, world_size=2)
+    assert ddp.options == {"compile": torch.compile, "gradient_as_bucket_view": True}
+    plain = step.varied(ranks=mc.Ranks(2, "ddp"))
+    assert {one.name for one in rank_candidates.usual(plain, 8, 2)} == {"ddp", "fsdp2"}
