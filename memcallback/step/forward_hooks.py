@@ -21,6 +21,7 @@ from itertools import count
 from typing import Any
 
 from torch import nn
+from torch.compiler import disable
 
 from memcallback.core import torch_private
 from memcallback.step.hooks import Hook, is_error_in_module
@@ -191,6 +192,8 @@ class _Compilations:
         #: What was taken away, while Dynamo compiles.
         self._hidden: list[PassingHooks] = []
         self._has_begun = False
+        #: What Dynamo calls at the start and at the end of a compilation.
+        self._called: tuple[Callable[..., None], ...] = ()
 
     def have_been(self) -> bool:
         """Whether Dynamo has compiled anything."""
@@ -203,11 +206,14 @@ class _Compilations:
         self._hooks.add(hooks)
         # Nothing compiles without it; making an optimizer imports it.
         if "torch._dynamo" in sys.modules:
+            # Within other compiled code Dynamo would compile these as well, while it holds the lock
+            # that it needs for that.
+            self._called = self._called or (disable(self._begin), disable(self._end))
             callbacks = torch_private.compilation_callbacks
             # `torch._dynamo.reset()` empties these lists.
-            if self._begin not in callbacks.start_callbacks:
-                callbacks.start_callbacks.append(self._begin)
-                callbacks.end_callbacks.append(self._end)
+            if self._called[0] not in callbacks.start_callbacks:
+                callbacks.start_callbacks.append(self._called[0])
+                callbacks.end_callbacks.append(self._called[1])
 
     def forget(self, hooks: PassingHooks) -> None:
         """Hooks are removed; after the last ones, nothing of ours is called."""
@@ -216,10 +222,8 @@ class _Compilations:
             return
         self._hidden = []
         callbacks = torch_private.compilation_callbacks
-        for called, own in (
-            (callbacks.start_callbacks, self._begin),
-            (callbacks.end_callbacks, self._end),
-        ):
+        lists = callbacks.start_callbacks, callbacks.end_callbacks
+        for called, own in zip(lists, self._called, strict=False):
             with suppress(ValueError):
                 called.remove(own)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from memcallback.step.step import DEFAULT_DTYPES, Prepare, Step
 
 #: Which outputs the loop keeps while the next batch runs.
 KeptInTraining = Literal["none", "last"]
-#: Compiles a function.
+#: Takes a function and returns it compiled, as `torch.compile` does.
 CompileUpdate = Callable[[Callable[..., Any]], Callable[..., Any]]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 
@@ -67,8 +67,9 @@ class TrainingStep(Step):
             `other_batch_size`; it needs `sequence_length`.
         compile_update: How the loop compiles a function that does the whole update, from
             `zero_grad` to `optimizer.step`: `torch.compile`, or a partial of it with options; None
-            if it does not. It needs a plain loop on one device, with one loss and `accumulate=1`.
-            With `torch._dynamo.config.compiled_autograd` the backward pass is compiled, too.
+            if it does not. It needs a plain loop on one device, with one loss, `accumulate=1`,
+            `keep_outputs="none"` and another optimizer than LBFGS. With
+            `torch._dynamo.config.compiled_autograd` the backward pass is compiled, too.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
@@ -151,15 +152,7 @@ class TrainingStep(Step):
         )
         self.compile_update = compile_update
         if compile_update is not None:
-            _check_whole_update(
-                compile_update,
-                {
-                    f"{len(self.losses)} losses": len(self.losses) > 1,
-                    f"accumulate={self.accumulate}": self.accumulate > 1,
-                    "ranks": self.ranks is not None,
-                    "keep_outputs='last'": self.keep_outputs == "last",
-                },
-            )
+            _check_whole_update(self)
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.change_optimizers: ChangeOptimizers | None = None
@@ -365,21 +358,29 @@ def _check_several_losses(number: int, optimizer: object, accumulate: int) -> No
         )
 
 
-def _check_whole_update(compile_update: object, refused: Mapping[str, bool]) -> None:
+def _check_whole_update(step: TrainingStep) -> None:
     """Check that a function of the whole update can be compiled in the step's loop."""
-    if not callable(compile_update):
+    if not callable(step.compile_update):
         raise TypeError(
             "compile_update must be a function that compiles a function, such as torch.compile, "
-            f"got {described(compile_update)}. Leave it out if the loop does not compile the "
+            f"got {described(step.compile_update)}. Leave it out if the loop does not compile the "
             "whole update."
         )
-    for given, is_given in refused.items():
-        if is_given:
-            raise ValueError(
-                f"compile_update with {given} is not supported: the compiled function takes one "
-                "batch, has one loss, keeps nothing, and runs on one device. Leave one of the two "
-                "out; a compiled model can be given instead: TrainingStep(torch.compile(model))."
-            )
+    wrong = None
+    if len(step.losses) > 1:
+        wrong = f"{len(step.losses)} losses"
+    elif step.accumulate > 1:
+        wrong = f"accumulate={step.accumulate}"
+    elif step.ranks is not None:
+        wrong = "ranks"
+    elif step.keep_outputs == "last":
+        wrong = "keep_outputs='last'"
+    if wrong is not None:
+        raise ValueError(
+            f"compile_update with {wrong} is not supported: the compiled function takes one "
+            "batch, has one loss, keeps nothing, and runs on one device. Leave one of the two "
+            "out; a compiled model can be given instead: TrainingStep(torch.compile(model))."
+        )
 
 
 def _check_clipping(name: str, value: float | None, example: str) -> None:

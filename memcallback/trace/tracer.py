@@ -52,8 +52,8 @@ from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.autocast import outside_of_autocast
-from memcallback.trace.patches.backward_order import is_in_own_thread
-from memcallback.trace.patches.compiled import CompiledCode
+from memcallback.trace.patches.backward_order import backward_has_own_thread
+from memcallback.trace.patches.compiled import CompiledCode, outside_of_compiled_autograd
 from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.inference_mode import inference_mode_patches
 from memcallback.trace.patches.libraries import (
@@ -208,9 +208,7 @@ def _attempt(
     num_chosen = request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
-    code = CompiledCode(
-        mode, compiles=request.compiles, has_whole_update=_compiles_update(request.step)
-    )
+    code = CompiledCode(mode, _training_of(request.step), compiles=request.compiles)
     try:
         result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
@@ -223,13 +221,14 @@ def _run(
     request: TraceRequest, mode: TraceMode, code: CompiledCode, rank: _Rank | None
 ) -> TracedStep | Irregular:
     step = request.step
-    if _compiles_update(step) or (step.ranks is not None and step.ranks.compiles_wrapper):
+    if code.has_whole_update or (step.ranks is not None and step.ranks.compiles_wrapper):
         import_module("torch._dynamo")  # before it is patched
-    in_own_thread = is_in_own_thread()
+    has_own_thread = backward_has_own_thread()
     with (
         _ONE_AT_A_TIME,
         torch.inference_mode(False),  # the caller may be in it
-        torch.autograd.set_multithreading_enabled(in_own_thread),  # leaving that mode sets it
+        torch.autograd.set_multithreading_enabled(has_own_thread),  # leaving that mode sets it
+        outside_of_compiled_autograd(),
         untouched_globals(),
         untouched_variables(step.model, _functions_of(step)),
         patched(value_patches(mode)),
@@ -278,10 +277,10 @@ def _semantics(step: Step, mode: TraceMode, rank: _Rank | None) -> Iterator[None
         yield
 
 
-def _compiles_update(step: Step) -> bool:
-    """Whether a function of a whole update is compiled, in the step or in the training before."""
+def _training_of(step: Step) -> TrainingStep | None:
+    """The training that a step is, or that runs before it."""
     training = step.after if isinstance(step, InferenceStep) else step
-    return isinstance(training, TrainingStep) and training.compile_update is not None
+    return training if isinstance(training, TrainingStep) else None
 
 
 def _functions_of(step: Step) -> tuple[Callable[..., Any], ...]:
@@ -309,10 +308,8 @@ class _Tracer:
         self._request, self._mode, self._code, self._ranks = request, mode, code, ranks
         step = request.step
         #: The training, and the forward passes that are predicted after it.
-        self._training = step if isinstance(step, TrainingStep) else None
+        self._training = _training_of(step)
         self._inference = step if isinstance(step, InferenceStep) else None
-        if self._inference is not None:
-            self._training = self._inference.after
         training = self._training
         parts = (
             [optimizer_parts(optimizer) for optimizer in training.given_optimizers]
@@ -411,6 +408,7 @@ class _Tracer:
             if self._training is not None:
                 self._train(self._training, optimizers)
             if self._inference is not None:
+                self._code.end_training()
                 self._infer(self._inference, optimizers)
 
     def _train(self, step: TrainingStep, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

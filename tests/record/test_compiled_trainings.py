@@ -37,6 +37,18 @@ def compile_layers(module):
         layer.compile()
 
 
+def compile_update(module):
+    """Compile the optimizer's update."""
+    configure = module.configure_optimizers
+
+    def configured():
+        optimizer = configure()
+        optimizer.step = torch.compile(optimizer.step)
+        return optimizer
+
+    module.configure_optimizers = configured
+
+
 def trained(tmp_path, accelerator, prepare, with_callback):
     """What a training leaves, what was counted as it was compiled, and the number of steps."""
     # PyTorch's compiler gives some, without us too.
@@ -60,6 +72,16 @@ def trained(tmp_path, accelerator, prepare, with_callback):
     return left, counts, len(callback.recorder.steps) if callback else 0
 
 
+def trained_twice(tmp_path, accelerator, prepare):
+    """The same without and with the callback, each in a process of its own."""
+    results = []
+    for with_callback in (False, True):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            future = pool.submit(trained, tmp_path, accelerator, prepare, with_callback)
+            results.append(future.result())
+    return results
+
+
 @pytest.mark.parametrize(
     ("accelerator", "prepare"),
     [
@@ -73,13 +95,17 @@ def trained(tmp_path, accelerator, prepare, with_callback):
     ],
 )
 def test_it_is_compiled_as_often_and_leaves_the_same_bits(tmp_path, accelerator, prepare):
-    results = []
-    for with_callback in (False, True):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            future = pool.submit(trained, tmp_path, accelerator, prepare, with_callback)
-            results.append(future.result())
+    results = trained_twice(tmp_path, accelerator, prepare)
     (without, counts_without, _), (with_it, counts, num_steps) = results
     assert differences(with_it, without) == []
     assert counts == counts_without
     assert counts["stats"]["unique_graphs"] > 0
+    assert num_steps
+
+
+def test_lightning_s_own_code_is_compiled_with_an_update_and_the_training_goes_on(tmp_path):
+    # The training step runs in the update, so PyTorch compiles Lightning and its callbacks with it.
+    # It compiled our callbacks for compilations, too, and waited for its own lock.
+    (without, _, _), (with_it, _, num_steps) = trained_twice(tmp_path, "cpu", compile_update)
+    assert differences(with_it, without) == []
     assert num_steps

@@ -9,6 +9,7 @@ from needs import needs_compilation
 from torch import nn
 
 import memcallback as mc
+from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category
 from memcallback.devices.catalogue import find_device
 
@@ -79,13 +80,65 @@ def test_a_whole_update_is_predicted_as_it_ran_on_a_device(
 
 
 @needs_compilation
-def test_compiled_autograd_is_said_if_the_step_compiles_no_whole_update(in_a_child):
+def test_what_is_assumed_with_compiled_autograd_is_said_of_a_training_that_compiles_something_else(
+    in_a_child,
+):
     compiled_loss = torch.compile(squares)
     with torch._dynamo.config.patch(compiled_autograd=True):
         with_it = mc.predict(small(loss=compiled_loss), device=CARD)
+        forward_pass = mc.predict(
+            mc.InferenceStep(torch.compile(nn.Linear(64, 64)), torch.zeros(32, 64)), device=CARD
+        )
     without = mc.predict(small(loss=compiled_loss), device=CARD)
-    assert [len(said(each, AUTOGRAD)) for each in (with_it, without)] == [1, 0]
+    assert with_it.peak_allocated_bytes == without.peak_allocated_bytes
+    found = [len(said(each, AUTOGRAD)) for each in (with_it, without, forward_pass)]
+    assert found == [1, 0, 0]
     assert "compile_update=torch.compile" in said(with_it, AUTOGRAD)[0]
+
+
+def test_a_program_s_own_context_of_compiled_autograd_is_left_for_a_prediction():
+    plain = mc.predict(small(), device=CARD)
+    with torch._dynamo.compiled_autograd._enable(torch.compile):
+        inside = mc.predict(small(), device=CARD)
+        assert torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    assert not torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    # Backward passes in it run in the calling thread.
+    saved_bytes = plain.peak_allocated_bytes - inside.peak_allocated_bytes
+    assert saved_bytes == find_device(CARD).cublas_workspace_bytes
+
+
+@needs_compilation
+@pytest.mark.parametrize("has_compiled_autograd", [False, True])
+def test_with_another_compiler_it_is_predicted_as_without_compilation(
+    has_compiled_autograd, in_a_child
+):
+    step = small(compile_update=partial(torch.compile, backend="aot_eager"))
+    with torch._dynamo.config.patch(compiled_autograd=has_compiled_autograd):
+        prediction = mc.predict(step, device=CARD)
+    assert prediction.peak_allocated_bytes == mc.predict(small(), device=CARD).peak_allocated_bytes
+    (sentence,) = said(prediction, AS_EAGER)
+    assert "the whole update" in sentence
+
+
+@needs_compilation
+def test_forward_passes_after_a_whole_update_are_no_part_of_it(in_a_child):
+    model = with_graphs(nn.Linear(64, 64, bias=False))
+    training = mc.TrainingStep(
+        model,
+        torch.zeros(32, 64),
+        loss=squares,
+        optimizer=torch.optim.SGD,
+        compile_update=torch.compile,
+    )
+
+    def twice(model, batch):
+        first = model(batch)
+        second = model(batch + 2)  # whose graph overwrites what the first returned
+        return first.sum() + second.sum()
+
+    step = mc.InferenceStep(model, torch.zeros(64, 64), forward=twice, after=training)
+    prediction = mc.predict(step, device=CARD)
+    assert any("PyTorch refuses that with an error" in caveat for caveat in prediction.caveats)
 
 
 @needs_compilation
@@ -135,6 +188,22 @@ def test_a_whole_update_needs_one_loss_and_one_batch_on_one_device():
             optimizer=[torch.optim.SGD(model.parameters()) for _ in range(2)],
             compile_update=torch.compile,
         )
+
+
+def test_what_cannot_compile_a_whole_update_is_named():
+    with pytest.raises(PredictionError, match=r"compile_update .* failed: .*mode=foo"):
+        mc.predict(small(compile_update=partial(torch.compile, mode="foo")), device=CARD)
+    with pytest.raises(PredictionError, match=r"compile_update .* must return the compiled funct"):
+        mc.predict(small(compile_update=lambda function: None), device=CARD)
+    step = mc.TrainingStep(
+        nn.Linear(4, 4),
+        torch.zeros(2, 4),
+        loss=squares,
+        optimizer=torch.optim.LBFGS,
+        compile_update=torch.compile,
+    )
+    with pytest.raises(PredictionError, match="compile_update with LBFGS is not supported"):
+        mc.predict(step, device=CARD)
 
 
 def test_a_backward_pass_in_the_calling_thread_uses_the_workspace_of_the_forward_pass():

@@ -31,6 +31,11 @@ def run_window(training: Training) -> None:
                 f"accumulate={step.accumulate} with LBFGS is not supported: it runs the forward "
                 "pass itself. Leave accumulate out."
             )
+        if step.compile_update is not None:
+            raise PredictionError(
+                "compile_update with LBFGS is not supported: PyTorch does not compile the step of "
+                "LBFGS, nor the passes in it. Leave compile_update out."
+            )
         _closure_step(training)
     elif len(step.losses) > 1:
         _alternating_step(training)

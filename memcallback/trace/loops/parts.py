@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from memcallback.core.errors import PredictionError
+from memcallback.core.validation import described, name_of
 from memcallback.step.training_step import CompileUpdate
 
-#: How compiled parts are named in caveats, and what stands for their file: code in files of this
-#: package is never compiled.
-_NAME, _FILE = "the whole update", "<whole update>"
+#: What compiled parts are called in caveats.
+_NAME = "the whole update"
+_GIVE_COMPILE = "Give torch.compile, or functools.partial(torch.compile, mode=...)."
+#: Stands for the file of compiled parts: code in files of this package is never compiled.
+_FILE = "<whole update>"
 
 
 def _loss(loss: Callable[..., Any], model: Any, batch: Any) -> Any:
@@ -70,12 +74,23 @@ class Parts(NamedTuple):
 
 def compiled_parts(compile_update: CompileUpdate) -> Parts:
     """The parts of a whole update that is compiled."""
-    return Parts(
-        loss=compile_update(_named(_loss)),
-        # Nothing is compiled of this one but, with compiled autograd, what the call runs.
-        backward=compile_update(_backward),
-        update=compile_update(_named(_update)),
-    )
+    # Of `_backward` nothing is compiled. With compiled autograd, its call compiles the pass.
+    parts = []
+    for part in (_named(_loss), _backward, _named(_update)):
+        try:
+            compiled = compile_update(part)
+        except Exception as error:  # a user's function can fail in any way
+            raise PredictionError(
+                f"compile_update {name_of(compile_update)} failed: {type(error).__name__}: "
+                f"{error}. {_GIVE_COMPILE}"
+            ) from error
+        if not callable(compiled):
+            raise PredictionError(
+                f"compile_update {name_of(compile_update)} must return the compiled function, got "
+                f"{described(compiled)}. {_GIVE_COMPILE}"
+            )
+        parts.append(compiled)
+    return Parts(*parts)
 
 
 def _named(part: Any) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,7 @@ import memcallback
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import torch_version
 from memcallback.core.types import Phase
+from memcallback.step.training_step import TrainingStep
 from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.dispatch.mode import TraceMode
 from memcallback.trace.patches.patching import Patch
@@ -60,8 +62,9 @@ _NOT_TUNED = (
     "cuBLAS; others may need more or less memory."
 )
 _COMPILED_AUTOGRAD = (
-    "Compiled autograd is on. It changes a training that compiles a function of the whole update, "
-    "and the step does not say that it does: TrainingStep(compile_update=torch.compile)."
+    "Compiled autograd is on. The backward pass is predicted as without it, which is right unless "
+    "the loop compiles a function of the whole update: "
+    "TrainingStep(compile_update=torch.compile) predicts such a loop."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
@@ -84,8 +87,10 @@ class CompiledCode:
         is_noted: Whether it was said that some code was not.
     """
 
-    def __init__(self, mode: TraceMode, *, compiles: bool, has_whole_update: bool) -> None:
-        self._mode, self.has_whole_update = mode, has_whole_update
+    def __init__(self, mode: TraceMode, training: TrainingStep | None, *, compiles: bool) -> None:
+        self._mode = mode
+        self._has_compiled_autograd = training is not None and _has_compiled_autograd()
+        self.has_whole_update = training is not None and training.compile_update is not None
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
@@ -115,13 +120,21 @@ class CompiledCode:
             if self.compiles and self.has_whole_update:
                 from memcallback.trace.patches.compiled_autograd import compiled_autograd_patches
 
-                yield from compiled_autograd_patches(self._mode, self._tree)
+                yield from compiled_autograd_patches(
+                    self._mode, self._tree, lambda context: _config_of(context.callback) is not None
+                )
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
 
     @property
     def has_graphs(self) -> bool:
         return self._graphs is not None and self._graphs.is_open
+
+    def end_training(self) -> None:
+        """Forward passes come now, which are no part of an update."""
+        self.has_whole_update = False
+        if self._graphs is not None:
+            self._graphs.has_whole_update = False
 
     def say_other_batch(self, own: BatchSizes, other: BatchSizes) -> None:
         """Say that a batch of another size comes in between."""
@@ -187,7 +200,7 @@ class CompiledCode:
                 if not self.other_batch:
                     self._mode.assumed[_ONE_SIZE] = None
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
-            if _has_compiled_autograd() and not self.has_whole_update:
+            if self._has_compiled_autograd and not self.has_whole_update:
                 self._mode.assumed[_COMPILED_AUTOGRAD] = None
             return compiled
 
@@ -224,9 +237,25 @@ class CompiledCode:
 
 def _has_compiled_autograd() -> bool:
     """Whether the program has asked for it, by the setting or in a context."""
+    if "torch._dynamo" not in sys.modules:
+        return False
     config: Any = import_module("torch._dynamo.config")
-    state: Any = import_module("torch._dynamo.compiled_autograd")
-    return bool(config.compiled_autograd or getattr(state, "compiled_autograd_enabled", False))
+    return bool(config.compiled_autograd) or _is_in_compiled_autograd()
+
+
+def _is_in_compiled_autograd() -> bool:
+    state = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(state, "compiled_autograd_enabled", False))
+
+
+def outside_of_compiled_autograd() -> AbstractContextManager[Any]:
+    """Leave a context of the program's own, which would capture the fakes of a trace."""
+    if not _is_in_compiled_autograd():
+        return nullcontext()
+    outside: AbstractContextManager[Any] = import_module(
+        "torch._dynamo.compiled_autograd"
+    )._disable()
+    return outside
 
 
 def _is_predicted_compiled(function: Any) -> bool:

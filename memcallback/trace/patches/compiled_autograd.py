@@ -23,20 +23,26 @@ from memcallback.trace.patches.patching import Patch, patched
 _META = torch.device("meta")
 
 
-def compiled_autograd_patches(mode: TraceMode, graphs: Callable[[], GraphTree]) -> Iterator[Patch]:
-    """Turn it on where PyTorch does, and capture on the fakes of a trace."""
+def compiled_autograd_patches(
+    mode: TraceMode, graphs: Callable[[], GraphTree], compiles: Callable[[Any], bool]
+) -> Iterator[Patch]:
+    """Turn it on where PyTorch does, and capture on the fakes of a trace.
+
+    `compiles` tells whether a trace compiles what a context of `torch.compile` does.
+    """
     module: Any = import_module("torch._dynamo.compiled_autograd")
     eval_frame: Any = import_module("torch._dynamo.eval_frame")
     enable = module._enable
 
     @contextmanager
-    def enable_in_trace(*args: Any, **kwargs: Any) -> Iterator[None]:
-        trees()  # which PyTorch would import as its own build has it
+    def enable_in_trace(compiler: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         with ExitStack() as stack:
-            # In the stance of a trace, nothing is compiled.
-            default = eval_frame.DynamoStance("default")
-            with patched([(eval_frame, "_stance", default)]):
-                stack.enter_context(enable(*args, **kwargs))
+            if compiles(compiler):
+                trees()  # imported now: PyTorch would import it as for a build for CUDA
+                # In the stance of a trace, nothing is compiled.
+                default = eval_frame.DynamoStance("default")
+                with patched([(eval_frame, "_stance", default)]):
+                    stack.enter_context(enable(compiler, *args, **kwargs))
             yield
 
     class Capture(module.AutogradCompilerInstance):  # type: ignore[misc]
@@ -46,8 +52,10 @@ def compiled_autograd_patches(mode: TraceMode, graphs: Callable[[], GraphTree]) 
             self.stack.enter_context(compiling(mode, graphs()))
             try:
                 return super().begin_capture(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self.stack.close()
+                if (context := getattr(self, "compile_context", None)) is not None:
+                    context.__exit__(type(error), error, error.__traceback__)
                 raise
 
         def validate_outputs(self, fn: Any, outputs: Any, args: Any, metadata: Any) -> Any:

@@ -22,7 +22,7 @@ from memcallback.cuda.decompositions.registry import is_compiling, registered
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches import autocast
-from memcallback.trace.patches.backward_order import BackwardNodes, is_in_own_thread
+from memcallback.trace.patches.backward_order import BackwardNodes, backward_has_own_thread
 from memcallback.trace.patches.cuda_api import Streams, cuda_api_patches
 from memcallback.trace.patches.flex_attention import flex_attention_patches
 from memcallback.trace.patches.libraries import with_numbers_read
@@ -270,7 +270,7 @@ def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Ca
         if is_compiling():  # which runs no code of the user's
             return original(*args, **kwargs)
         with functions.user_code(), streams.kept():
-            if not is_in_own_thread():
+            if not backward_has_own_thread():
                 return original(*args, **kwargs)
             with mode.in_backward():
                 return nodes.run(original, *args, **kwargs)

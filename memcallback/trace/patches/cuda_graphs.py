@@ -375,7 +375,7 @@ class GraphTree:
     def _current_generation(self) -> int:
         """A number that changes as a compiled function is called, or as the user says."""
         if self.has_whole_update:
-            return self._mode.num_windows
+            return int(trees().MarkStepBox.mark_step_counter) or self._mode.num_windows
         return int(trees().CUDAGraphTreeManager.get_curr_generation())
 
 
