@@ -59,8 +59,8 @@ def measured(name: str) -> dict[str, int | None]:
         scaler.step(optimizer)
         scaler.update()
 
-    if case.is_whole:
-        update = torch.compile(update)
+    if case.compile_update is not None:
+        update = case.compile_update(update)
     most: list[int] = []
     batches = [on_host] * NUM_UPDATES
     if case.another is not None:

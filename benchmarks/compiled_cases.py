@@ -227,9 +227,8 @@ class Case:
     """A step, what of it is compiled, and the batch of its second update if that is another.
 
     Attributes:
-        is_whole: Whether the training compiles a function of the whole update, with the backward
-            pass. PyTorch compiles what is before that pass and what is after it: the loss and the
-            optimizer's update, and so it is predicted.
+        compile_update: How the training compiles a function of the whole update; None if it does
+            not.
         settings: Values of PyTorch's settings, by their full name.
     """
 
@@ -240,7 +239,7 @@ class Case:
     compiled: Callable[[Any], Any] = torch.compile
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
     another: Callable[[], Any] | None = None
-    is_whole: bool = False
+    compile_update: Callable[[Any], Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def set_up(self) -> None:
@@ -254,9 +253,10 @@ class Case:
         return mc.TrainingStep(
             self.compiled(self.model()),
             self.batch(),
-            loss=torch.compile(self.loss) if self.is_whole else self.loss,
-            optimizer=CompiledAdamW if self.is_whole else self.optimizer,
+            loss=self.loss,
+            optimizer=self.optimizer,
             precision=self.precision,
+            compile_update=self.compile_update,
         )
 
 
@@ -405,16 +405,36 @@ CASES: dict[str, Case] = {
     "perceptron, bf16, Triton kernel, graphs": _perceptron(
         "bf16-mixed", model=Scaled, compiled=with_graphs
     ),
-    "perceptron, whole update": _perceptron(compiled=not_compiled, is_whole=True),
-    "decoder, bf16, whole update": _decoder(compiled=not_compiled, is_whole=True),
+    "perceptron, whole update": _perceptron(compiled=not_compiled, compile_update=torch.compile),
+    "decoder, bf16, whole update": _decoder(compiled=not_compiled, compile_update=torch.compile),
     "decoder, bf16, budget 0.5": _decoder(settings={_BUDGET: 0.5}),
     "decoder, bf16, budget 0": _decoder(settings={_BUDGET: 0.0}),
     "resnet18, bf16, budget 0.5": _workload("resnet18", "bf16-mixed", settings={_BUDGET: 0.5}),
     "perceptron, whole update, compiled autograd": _perceptron(
-        compiled=not_compiled, is_whole=True, settings={_COMPILED_AUTOGRAD: True}
+        compiled=not_compiled, compile_update=torch.compile, settings={_COMPILED_AUTOGRAD: True}
     ),
     "decoder, bf16, whole update, compiled autograd": _decoder(
-        compiled=not_compiled, is_whole=True, settings={_COMPILED_AUTOGRAD: True}
+        compiled=not_compiled, compile_update=torch.compile, settings={_COMPILED_AUTOGRAD: True}
+    ),
+    "perceptron, whole update, graphs": _perceptron(
+        compiled=not_compiled, compile_update=with_graphs
+    ),
+    "decoder, bf16, whole update, graphs": _decoder(
+        compiled=not_compiled, compile_update=with_graphs
+    ),
+    "decoder, 16, whole update": _decoder(
+        "16-mixed", compiled=not_compiled, compile_update=torch.compile
+    ),
+    "perceptron, whole update, compiled autograd, graphs": _perceptron(
+        compiled=not_compiled, compile_update=with_graphs, settings={_COMPILED_AUTOGRAD: True}
+    ),
+    "convolutions, whole update, compiled autograd": Case(
+        Residual,
+        _images,
+        squares,
+        compiled=not_compiled,
+        compile_update=torch.compile,
+        settings={_COMPILED_AUTOGRAD: True},
     ),
     "decoder, bf16, flex attention by itself": _decoder(
         model=partial(Decoder, block=FlexAloneBlock), compiled=not_compiled

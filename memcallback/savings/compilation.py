@@ -41,6 +41,7 @@ def compilation(step: TrainingStep) -> Iterator[Saving]:
     is_compiled = (
         any(map(has_compiled_code, step.model.modules()))
         or any(map(is_compiled_function, step.losses))
+        or step.compile_update is not None
         or (step.ranks is not None and step.ranks.compiles_wrapper)
     )
     if step.ranks is not None and step.ranks.strategy not in _STRATEGIES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,8 @@ from memcallback.step.step import DEFAULT_DTYPES, Prepare, Step
 
 #: Which outputs the loop keeps while the next batch runs.
 KeptInTraining = Literal["none", "last"]
+#: Compiles a function.
+CompileUpdate = Callable[[Callable[..., Any]], Callable[..., Any]]
 ChangeOptimizers = Callable[[Sequence[torch.optim.Optimizer]], Sequence[torch.optim.Optimizer]]
 
 
@@ -63,6 +65,10 @@ class TrainingStep(Step):
             is for the updates after that.
         other_sequence_length: Length of the sequences in shorter batches that come in between, as
             `other_batch_size`; it needs `sequence_length`.
+        compile_update: How the loop compiles a function that does the whole update, from
+            `zero_grad` to `optimizer.step`: `torch.compile`, or a partial of it with options; None
+            if it does not. It needs a plain loop on one device, with one loss and `accumulate=1`.
+            With `torch._dynamo.config.compiled_autograd` the backward pass is compiled, too.
 
     Attributes:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
@@ -83,8 +89,8 @@ class TrainingStep(Step):
 
     Raises:
         ValueError: For an unknown precision, a number out of range, a sequence length that no
-            tensor has, a batch in between that is not smaller, an empty list of losses, or an
-            optimizer of another model.
+            tensor has, a batch in between that is not smaller, an empty list of losses, an
+            optimizer of another model, or a whole update that cannot be compiled as one function.
         TypeError: For an argument of the wrong type, or a function that cannot be called with its
             arguments.
     """
@@ -109,6 +115,7 @@ class TrainingStep(Step):
         keep_outputs: KeptInTraining = "none",
         other_batch_size: int | None = None,
         other_sequence_length: int | None = None,
+        compile_update: CompileUpdate | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -142,6 +149,17 @@ class TrainingStep(Step):
         self.other_sequence_length = _smaller(
             "other_sequence_length", other_sequence_length, "sequence_length", self.sequence_length
         )
+        self.compile_update = compile_update
+        if compile_update is not None:
+            _check_whole_update(
+                compile_update,
+                {
+                    f"{len(self.losses)} losses": len(self.losses) > 1,
+                    f"accumulate={self.accumulate}": self.accumulate > 1,
+                    "ranks": self.ranks is not None,
+                    "keep_outputs='last'": self.keep_outputs == "last",
+                },
+            )
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.change_optimizers: ChangeOptimizers | None = None
@@ -292,7 +310,11 @@ class TrainingStep(Step):
         } | changes
         batch = arguments.pop("batch", self.batch)
         if self.lightning is None:
-            own = {"loss": self.losses, "keep_outputs": self.keep_outputs}
+            own = {
+                "loss": self.losses,
+                "keep_outputs": self.keep_outputs,
+                "compile_update": self.compile_update,
+            }
             step = TrainingStep(self.model, batch, **(own | arguments))
         else:
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
@@ -341,6 +363,23 @@ def _check_several_losses(number: int, optimizer: object, accumulate: int) -> No
             f"accumulate={accumulate} with {number} losses is not supported: each loss makes an "
             "update of its own, all from one batch. Leave accumulate out."
         )
+
+
+def _check_whole_update(compile_update: object, refused: Mapping[str, bool]) -> None:
+    """Check that a function of the whole update can be compiled in the step's loop."""
+    if not callable(compile_update):
+        raise TypeError(
+            "compile_update must be a function that compiles a function, such as torch.compile, "
+            f"got {described(compile_update)}. Leave it out if the loop does not compile the "
+            "whole update."
+        )
+    for given, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"compile_update with {given} is not supported: the compiled function takes one "
+                "batch, has one loss, keeps nothing, and runs on one device. Leave one of the two "
+                "out; a compiled model can be given instead: TrainingStep(torch.compile(model))."
+            )
 
 
 def _check_clipping(name: str, value: float | None, example: str) -> None:

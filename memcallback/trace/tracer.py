@@ -52,6 +52,7 @@ from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
 from memcallback.trace.patches.autocast import outside_of_autocast
+from memcallback.trace.patches.backward_order import is_in_own_thread
 from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.patches.cuda import cuda_semantics
 from memcallback.trace.patches.inference_mode import inference_mode_patches
@@ -207,7 +208,9 @@ def _attempt(
     num_chosen = request.bounds.restart()
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
-    code = CompiledCode(mode, compiles=request.compiles)
+    code = CompiledCode(
+        mode, compiles=request.compiles, has_whole_update=_compiles_update(request.step)
+    )
     try:
         result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
@@ -220,11 +223,13 @@ def _run(
     request: TraceRequest, mode: TraceMode, code: CompiledCode, rank: _Rank | None
 ) -> TracedStep | Irregular:
     step = request.step
-    if step.ranks is not None and step.ranks.compiles_wrapper:
+    if _compiles_update(step) or (step.ranks is not None and step.ranks.compiles_wrapper):
         import_module("torch._dynamo")  # before it is patched
+    in_own_thread = is_in_own_thread()
     with (
         _ONE_AT_A_TIME,
         torch.inference_mode(False),  # the caller may be in it
+        torch.autograd.set_multithreading_enabled(in_own_thread),  # leaving that mode sets it
         untouched_globals(),
         untouched_variables(step.model, _functions_of(step)),
         patched(value_patches(mode)),
@@ -271,6 +276,12 @@ def _semantics(step: Step, mode: TraceMode, rank: _Rank | None) -> Iterator[None
             stack.enter_context(patched(rank_patches(mode)))
             stack.enter_context(patched(rank.messages.patches()))
         yield
+
+
+def _compiles_update(step: Step) -> bool:
+    """Whether a function of a whole update is compiled, in the step or in the training before."""
+    training = step.after if isinstance(step, InferenceStep) else step
+    return isinstance(training, TrainingStep) and training.compile_update is not None
 
 
 def _functions_of(step: Step) -> tuple[Callable[..., Any], ...]:

@@ -144,14 +144,16 @@ def test_ranks_of_compiled_layers_have_budgets():
     assert {saving.activation_memory_budget for saving in savings} == {0.75, 0.5, 0.25, 0}
 
 
-def test_a_compiled_loss_has_budgets():
-    compiled = mc.TrainingStep(perceptron(), torch.zeros(8, 64), loss=torch.compile(squares))
-    assert {saving.activation_memory_budget for saving in compilation(compiled)} == {
-        0.75,
-        0.5,
-        0.25,
-        0,
-    }
+@pytest.mark.parametrize("is_whole_update", [False, True])
+def test_a_compiled_loss_or_whole_update_has_budgets(is_whole_update):
+    options = (
+        {"loss": squares, "compile_update": torch.compile}
+        if is_whole_update
+        else {"loss": torch.compile(squares)}
+    )
+    compiled = mc.TrainingStep(perceptron(), torch.zeros(8, 64), **options)
+    savings = compilation(compiled)
+    assert {saving.activation_memory_budget for saving in savings} == {0.75, 0.5, 0.25, 0}
 
 
 def test_ranks_that_were_not_compared_compiled_have_no_such_saving():

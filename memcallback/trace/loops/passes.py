@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
+from memcallback.step.lightning_loop import LightningLoop
 from memcallback.step.loss import Loss, wrong_with_loss
 from memcallback.step.model import devices_of, unwrapping
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
+from memcallback.trace.loops.parts import Parts, compiled_parts
 from memcallback.trace.marks import TraceMarks
 
 
@@ -46,6 +47,8 @@ class Training:
     def __post_init__(self) -> None:
         if self.step.uses_grad_scaler:
             self.scaler = torch.amp.GradScaler("cpu")
+        compile_update = self.step.compile_update
+        self._parts = Parts() if compile_update is None else compiled_parts(compile_update)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast as the step's precision has it, unless the model enters it itself."""
@@ -56,7 +59,7 @@ class Training:
         step = self.step
         with self.marks.phase(Phase.FORWARD):
             with self.autocast():
-                loss = self.losses[number](self.model, batch)
+                loss = self._parts.loss(self.losses[number], self.model, batch)
             if wrong := wrong_with_loss(loss, self.model, is_lightning=step.lightning is not None):
                 name = "loss" if len(self.losses) == 1 else f"loss[{number}]"
                 raise PredictionError(f"{'training_step' if step.lightning else name} {wrong}")
@@ -73,7 +76,7 @@ class Training:
             if step.lightning:
                 step.lightning.backward(self.model, self.scaled(loss))
             else:
-                self.scaled(loss).backward()
+                self._parts.backward(self.scaled(loss))
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss, scaled in a half-precision step."""
@@ -82,36 +85,28 @@ class Training:
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Clip and update with some optimizers, one after the other; the caller marks the phase."""
         step = self.step
+        if step.lightning is None:
+            self._parts.update(optimizers, self.scaler, step.clip_grad_norm, step.clip_grad_value)
+        else:
+            self._update_as_lightning(step.lightning, optimizers)
+        self.marks.label_states(optimizers)
+
+    def _update_as_lightning(
+        self, lightning: LightningLoop, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        step = self.step
         for optimizer in optimizers:
-            if self.scaler and (
-                step.clip_grad_norm is not None
-                or step.clip_grad_value is not None
-                or step.lightning is not None
-            ):
+            if self.scaler:
                 self.scaler.unscale_(optimizer)
-            self._clip(optimizer)
+            lightning.clip_gradients(
+                self.model, optimizer, step.clip_grad_norm, step.clip_grad_value
+            )
             if self.scaler:
                 self.scaler.step(optimizer)
             else:
                 optimizer.step()
         if self.scaler:
             self.scaler.update()
-        self.marks.label_states(optimizers)
-
-    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        step = self.step
-        if step.lightning:
-            step.lightning.clip_gradients(
-                self.model, optimizer, step.clip_grad_norm, step.clip_grad_value
-            )
-            return
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        if step.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, step.clip_grad_norm)
-        if step.clip_grad_value is not None:
-            nn.utils.clip_grad_value_(parameters, step.clip_grad_value)
 
     def zero_grad(self) -> None:
         """Free the gradients of all optimizers, or of the model if there is none."""

@@ -19,6 +19,15 @@ import torch
 _ABOVE_ALL = 2**48
 
 
+def is_in_own_thread() -> bool:
+    """Whether a backward pass on CUDA runs in a thread of its own, as PyTorch has it by default.
+
+    It does not after `torch.autograd.set_multithreading_enabled(False)`, nor in compiled autograd.
+    Inference mode sets the same, and runs no backward pass.
+    """
+    return torch.is_inference_mode_enabled() or bool(torch._C._is_multithreading_enabled())
+
+
 class BackwardNodes:
     """Numbers the nodes that backward passes create, from the second step on.
 

@@ -59,11 +59,9 @@ _NOT_TUNED = (
     "mode='max-autotune' chooses kernels of matrix products by measuring. Here they are those of "
     "cuBLAS; others may need more or less memory."
 )
-#: The figures: benchmarks/compiled.py on a virtual H200, 2026-11-27.
 _COMPILED_AUTOGRAD = (
-    "Compiled autograd is on. If compiled code calls backward(), PyTorch compiles that pass as a "
-    "whole. The prediction compiles it in parts, as without compiled autograd. Two such trainings "
-    "allocated 3 and 9 % less than predicted."
+    "Compiled autograd is on. It changes a training that compiles a function of the whole update, "
+    "and the step does not say that it does: TrainingStep(compile_update=torch.compile)."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
@@ -78,6 +76,7 @@ class CompiledCode:
 
     Attributes:
         compiles: Whether it is compiled for the card.
+        has_whole_update: Whether a function of the whole update is compiled.
         has_compiled: Whether anything was compiled for the card.
         has_compiled_passes: Whether that was more than the update of an optimizer.
         has_graphs: Whether any of it runs in CUDA graphs.
@@ -85,8 +84,8 @@ class CompiledCode:
         is_noted: Whether it was said that some code was not.
     """
 
-    def __init__(self, mode: TraceMode, *, compiles: bool) -> None:
-        self._mode = mode
+    def __init__(self, mode: TraceMode, *, compiles: bool, has_whole_update: bool) -> None:
+        self._mode, self.has_whole_update = mode, has_whole_update
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
@@ -113,6 +112,10 @@ class CompiledCode:
                 from memcallback.trace.patches.random_state import random_state_patches
 
                 yield from random_state_patches()
+            if self.compiles and self.has_whole_update:
+                from memcallback.trace.patches.compiled_autograd import compiled_autograd_patches
+
+                yield from compiled_autograd_patches(self._mode, self._tree)
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
 
@@ -137,7 +140,7 @@ class CompiledCode:
         if caller.f_code.co_name not in _WRAPPERS or not callable(callback):
             return original(callback)
         function = caller.f_locals.get("fn")
-        if _is_predicted_compiled(function):
+        if _is_predicted_compiled(function) or _is_own(function):
             return original(callback)
         config = _config_of(callback) if self.compiles else None
         if config is None:
@@ -156,11 +159,10 @@ class CompiledCode:
     def _compiler(self, callback: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A callback that compiles a frame for the card; what cannot be runs as it is."""
         # Imported here, as it imports PyTorch's compiler.
-        from memcallback.trace.patches.cuda_graphs import GraphTree
         from memcallback.trace.patches.inductor import compiling, skip_all
 
         skip = skip_all()
-        self._graphs = graphs = self._graphs or GraphTree(self._mode)
+        graphs = self._tree()
 
         def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
             if frame.f_code.co_filename.startswith(_OWN):
@@ -185,13 +187,21 @@ class CompiledCode:
                 if not self.other_batch:
                     self._mode.assumed[_ONE_SIZE] = None
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
-            if _has_compiled_autograd():
+            if _has_compiled_autograd() and not self.has_whole_update:
                 self._mode.assumed[_COMPILED_AUTOGRAD] = None
             return compiled
 
         # What tells the code that one backend has compiled from that of another.
         compile_frame._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
         return compile_frame
+
+    def _tree(self) -> Any:
+        """The CUDA graphs of the trace."""
+        # Imported here, as it imports PyTorch's compiler.
+        from memcallback.trace.patches.cuda_graphs import GraphTree
+
+        self._graphs = self._graphs or GraphTree(self._mode, has_whole_update=self.has_whole_update)
+        return self._graphs
 
     def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
         def compile_and_note(model: Any = None, **options: Any) -> Any:
@@ -222,6 +232,12 @@ def _has_compiled_autograd() -> bool:
 def _is_predicted_compiled(function: Any) -> bool:
     """Whether a trace has a rule for compiled calls of a function: it has for flex_attention."""
     return getattr(function, "__module__", None) == _FLEX_ATTENTION
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function stands in this package, which is never compiled."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_OWN)
 
 
 def _name_of(function: Any) -> str:

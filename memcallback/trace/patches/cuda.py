@@ -22,7 +22,7 @@ from memcallback.cuda.decompositions.registry import is_compiling, registered
 from memcallback.devices.catalogue import DeviceSpec
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches import autocast
-from memcallback.trace.patches.backward_order import BackwardNodes
+from memcallback.trace.patches.backward_order import BackwardNodes, is_in_own_thread
 from memcallback.trace.patches.cuda_api import Streams, cuda_api_patches
 from memcallback.trace.patches.flex_attention import flex_attention_patches
 from memcallback.trace.patches.libraries import with_numbers_read
@@ -269,8 +269,11 @@ def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Ca
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # which runs no code of the user's
             return original(*args, **kwargs)
-        with functions.user_code(), mode.in_backward(), streams.kept():
-            return nodes.run(original, *args, **kwargs)
+        with functions.user_code(), streams.kept():
+            if not is_in_own_thread():
+                return original(*args, **kwargs)
+            with mode.in_backward():
+                return nodes.run(original, *args, **kwargs)
 
     return run
 
