@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from training_loop import NUM_WINDOWS, train
 from memcallback import __version__
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Phase
+from memcallback.devices.catalogue import DeviceSpec, find_device
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.step.training_step import TrainingStep
 
@@ -256,7 +257,15 @@ def training_step(config: Config, parts: Parts) -> TrainingStep:
     return TrainingStep(parts.model, parts.batch, **options)
 
 
-def predict(config: Config, device: str) -> Answer:
+def card_of(environment: dict[str, Any]) -> DeviceSpec:
+    """The card of a measurement, with the workspaces of the PyTorch that ran there."""
+    card = find_device(environment["device"])
+    assert isinstance(card, DeviceSpec)
+    major, minor = environment["torch"].split(".")[:2]
+    return replace(card, torch_version=(int(major), int(minor)))
+
+
+def predict(config: Config, device: DeviceSpec) -> Answer:
     """The steady step of one configuration on a device, in this process; and how long that took."""
     from memcallback.prediction.predict import predict as predict_step
 
@@ -278,7 +287,8 @@ def run_compare(options: argparse.Namespace) -> int:
         for config in _chosen(options.only)
         if "windows" in measured.get(config.name, {})
     }
-    works = {name: partial(predict, config, about["device"]) for name, config in configs.items()}
+    card = card_of(about)
+    works = {name: partial(predict, config, card) for name, config in configs.items()}
     left_out = (
         {name: config.left_out for name, config in configs.items() if config.left_out}
         if about["is_virtual"]

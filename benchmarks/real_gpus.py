@@ -38,7 +38,6 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import (
     EAGER_CONTEXT_BYTES,
     DeviceSpec,
-    LtWorkspace,
     find_device,
 )
 from memcallback.prediction.apart import predict_apart
@@ -55,7 +54,8 @@ TRUST = (
 )
 #: With fewer batch sizes than this a program is traced at each.
 _FEW_SIZES = 3
-#: The day when PyTorch 2.9 came out; cases with a date do not say which version ran.
+#: The day when PyTorch 2.9 came out; cases with a date do not say which version ran. Workspaces are
+#: those of 2.8 before it, else those of 2.11.
 PYTORCH_2_9 = "2025-10-15"
 #: The name of a card in a case -> the card.
 _CARDS = {
@@ -103,15 +103,6 @@ class CardWithoutCublas(DeviceSpec):
         return 0
 
 
-class CardOfOlderPyTorch(DeviceSpec):
-    """A card with a PyTorch before 2.9, where each call gives back cuBLASLt's workspace."""
-
-    @property
-    def cublaslt_workspace(self) -> LtWorkspace:
-        """Each call has one."""
-        return "each call"
-
-
 def all_cases() -> list[dict[str, Any]]:
     """Steps, single operators and runs."""
     return [*cases(), *operators.operators(), *fine_tuning.runs()]
@@ -142,7 +133,8 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
     if is_of_amd:
         return CardWithoutCublas(**{**vars(card), "name": "AMD MI2xx"})
     if case.get("date", PYTORCH_2_9) < PYTORCH_2_9:
-        return CardOfOlderPyTorch(**vars(card))
+        return replace(card, torch_version=(2, 8))
+    card = replace(card, torch_version=(2, 11))
     cap_bytes = case.get("cap_bytes")
     if cap_bytes:
         return replace(card, capacity_bytes=cap_bytes, context_bytes=0)

@@ -52,4 +52,5 @@ SLOW_FILES = (
     "trace/test_flex_attention.py",
     "trace/test_known_values.py",
     "trace/test_user_code.py",
+    "trace/test_workspaces.py",
 )

@@ -31,6 +31,7 @@ READERS = {
     "composites.json": ("cuda/test_decompositions.py", "cuda/test_decompositions.py"),
     "bfloat16.json": ("trace/test_bfloat16.py", "bfloat16_steps.py"),
     "user_code.json": ("trace/test_user_code.py", "trace/test_user_code.py"),
+    "workspaces.json": ("trace/test_workspaces.py", "workspace_steps.py"),
     "sparse.json": ("cuda/test_sparse_operators.py", "sparse_cases.py"),
 }
 

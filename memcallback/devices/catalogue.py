@@ -12,8 +12,9 @@ from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 from memcallback.devices.cards import ARCHITECTURES, CARDS, SHARED_MEMORY_PER_BLOCK_BYTES
 
-#: Whether each call of cuBLASLt takes its workspace and gives it back, or each handle keeps one.
-LtWorkspace = Literal["each call", "each handle"]
+#: Whether each call of cuBLASLt takes its workspace and gives it back, each handle keeps one, or it
+#: has the one that cuBLAS keeps.
+LtWorkspace = Literal["each call", "each handle", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class DeviceSpec:
         local_index: Its CUDA index, if it is a device of this machine; None otherwise.
         architecture_of: The card whose architecture was assumed, if only the size is known; None
             otherwise.
+        torch_version: The PyTorch whose workspaces it takes, such as (2, 11); None for the one that
+            is installed.
     """
 
     name: str
@@ -56,20 +59,23 @@ class DeviceSpec:
     caveats: tuple[str, ...] = ()
     local_index: int | None = None
     architecture_of: str | None = None
+    torch_version: tuple[int, int] | None = None
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """The workspace of each cuBLAS handle, with the PyTorch that is installed."""
-        from memcallback.core.tensors import torch_version
-
-        return cublas_workspace_bytes(self.compute_capability, torch_version())
+        """The workspace of each cuBLAS handle."""
+        return cublas_workspace_bytes(self.compute_capability, self._torch_version)
 
     @property
     def cublaslt_workspace(self) -> LtWorkspace:
-        """Who has the workspace of cuBLASLt, with the PyTorch that is installed."""
+        """Who has the workspace of cuBLASLt."""
+        return cublaslt_workspace(self._torch_version)
+
+    @property
+    def _torch_version(self) -> tuple[int, int]:
         from memcallback.core.tensors import torch_version
 
-        return cublaslt_workspace(torch_version())
+        return self.torch_version or torch_version()
 
     @property
     def allocator_capacity_bytes(self) -> int:
@@ -110,13 +116,19 @@ def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int
 def cublaslt_workspace(torch_version: tuple[int, int]) -> LtWorkspace:
     """Who has the workspace of cuBLASLt, which multiplies and adds a bias.
 
+    The shared one is that of `cublas_workspace_bytes`, one for each thread and stream: cuBLASLt
+    takes no more, whatever CUBLASLT_WORKSPACE_SIZE says.
+
     Source: ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp (pull requests 156495, 168175 and
     175879). `cublaslt_handle_stream_to_workspace` is in libtorch_cuda.so of PyTorch 2.9.1 and
-    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0 ran on a virtual device. From 2.12 on it uses the one
-    that cuBLAS keeps (2.12.1, 2.13.0 and 2.14.1 ran there), which is not followed, nor is
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE.
+    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0 and later ones ran on virtual devices
+    (tests/recorded/workspaces.json). TORCH_CUBLASLT_UNIFIED_WORKSPACE would change it; it is not
+    followed. Nor is 2.15.0, where each call of either library gives back what it took (seen on
+    virtual devices; TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it, pull request 194311).
     """
-    return "each call" if torch_version < (2, 9) else "each handle"
+    if torch_version < (2, 9):
+        return "each call"
+    return "each handle" if torch_version < (2, 12) else "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +298,8 @@ def architectures(device: Device) -> tuple[Device, ...]:
     """The device; one of which only the size was given also with the other architecture."""
     if not isinstance(device, DeviceSpec) or device.architecture_of != _ANY.name:
         return (device,)
-    other = _of_size(device.capacity_bytes, _OTHER)
+    like = replace(_OTHER, torch_version=device.torch_version)
+    other = _of_size(device.capacity_bytes, like)
     return (device, replace(other, caveats=(*device.caveats[:-1], *other.caveats)))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from accuracy import predict, read_json
+from accuracy import card_of, predict, read_json
 from accuracy_comparison import figures
 from accuracy_configs import CONFIGS
 from machine import RESULTS, latest_result
@@ -55,7 +55,7 @@ CASES = {
 def compared(device, name):
     document = read_json(latest_result(device, "accuracy.json.gz"))
     config = next(config for config in CONFIGS if config.name == name)
-    answer = predict(config, document["environment"]["device"])
+    answer = predict(config, card_of(document["environment"]))
     return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer[
         "caveats"
     ]
@@ -82,7 +82,7 @@ def test_a_steady_step_is_predicted_as_it_was_measured(device, name):
 def test_what_cudnn_keeps_of_a_recurrent_layer_is_what_it_kept_on_a_real_card(name):
     document = read_json(latest_result("nvidia-h100-80gb-hbm3", "accuracy.json.gz"))
     config = next(config for config in CONFIGS if config.name == name)
-    ours = predict(config, "NVIDIA H100 80GB HBM3")["steps"]
+    ours = predict(config, card_of(document["environment"]))["steps"]
     for mine, real in zip(ours, document["configs"][name]["windows"][-1], strict=True):
         for one, other in zip(mine, real, strict=True):
             for when in ("start", "end"):

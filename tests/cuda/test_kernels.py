@@ -91,17 +91,12 @@ def said(name, head):
     return not any(all(piece in name for piece in single.split("%")) for single in SINGLE)
 
 
-class RecordedDevice(DeviceSpec):
-    """With the PyTorch 2.11 of the recordings, whichever is installed."""
-
-    cublaslt_workspace = "each handle"
-
-
 def spec_of(head):
-    return RecordedDevice(
+    return DeviceSpec(
         name=head["device"],
         capacity_bytes=0,
         compute_capability=tuple(head["compute_capability"]),
+        torch_version=(2, 11),
         num_multiprocessors=head["num_multiprocessors"],
         shared_memory_per_block_bytes=48 * 1024,
         shared_memory_per_block_optin_bytes=0,

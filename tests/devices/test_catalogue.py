@@ -228,6 +228,8 @@ def test_a_pro_6000_has_the_workspace_of_the_installed_pytorch(monkeypatch):
         ("2.8.0", "each call"),
         ("2.9.1", "each handle"),
         ("2.11.0", "each handle"),
+        ("2.12.1", "shared"),
+        ("2.14.1", "shared"),
     ],
 )
 def test_cublaslt_has_its_workspace_as_the_installed_pytorch_gives_it(
@@ -235,6 +237,14 @@ def test_cublaslt_has_its_workspace_as_the_installed_pytorch_gives_it(
 ):
     monkeypatch.setattr("torch.__version__", f"{torch_version}+cu130")
     assert find_device("A100").cublaslt_workspace == workspace
+
+
+def test_a_card_of_a_named_pytorch_takes_that_ones_workspaces(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.13.0+cu130")
+    installed = find_device("B200")
+    named = replace(installed, torch_version=(2, 11))
+    assert (installed.cublas_workspace_bytes, named.cublas_workspace_bytes) == (32 * MiB, 8_519_680)
+    assert (installed.cublaslt_workspace, named.cublaslt_workspace) == ("shared", "each handle")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Compiled steps, which are compiled for the card in the process that predicts."""
 
+from dataclasses import replace
+
 import lightning
 import pytest
 import rank_cases
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 from memcallback.core.tensors import torch_version
+from memcallback.devices.catalogue import find_device
 from memcallback.prediction import predict_here
 from memcallback.prediction.predict_here import Traces
 from memcallback.trace.patches.generated_code import module_of
@@ -22,7 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
     needs_compilation,
 ]
-CARD = "NVIDIA H200"
+#: With the workspaces of the PyTorch that ran on the devices.
+CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
 needs_known_compiler = pytest.mark.skipif(
     torch_version() > (2, 13), reason="PyTorch 2.14 asks a card as it compiles this"
 )

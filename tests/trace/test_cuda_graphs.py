@@ -1,5 +1,6 @@
 """Compiled code with CUDA graphs, traced for a card on a machine without one."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,12 +9,14 @@ from needs import needs_compilation
 from torch import nn
 
 import memcallback as mc
+from memcallback.devices.catalogue import find_device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),
     needs_compilation,
 ]
-CARD = "NVIDIA H200"
+#: With the workspaces of the PyTorch that ran on the devices.
+CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
 with_graphs = partial(torch.compile, mode="reduce-overhead")
 
 
