@@ -75,6 +75,10 @@ def what_is_there_is_set_aside():
     gc.freeze()
 
 
+# As few collections as go: a trace makes millions of objects, and few of them are garbage.
+gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     # Garbage of other tests that goes during a test of the device's memory would count as memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from memcallback.core.kernel import (
     AllocTemp,
@@ -35,19 +36,22 @@ class KernelWriter:
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, bool, int], Entry] = {}
-        self._kernels: dict[KernelRule, Kernel] = {}
+        #: What each rule gives, as it is and completed.
+        self._kernels: dict[KernelRule, tuple[Kernel, Kernel]] = {}
 
     def write(
         self, ledger: Ledger, call: OpCall, name: str, node: int, *, is_backward: bool
     ) -> None:
         """Write the temporaries of a call, and those outputs that the ledger does not know."""
         rule = kernel_rule(call)
-        steps = () if rule is None else self._kernel(rule)
         tensors = call.outputs
+        steps, whole = (
+            ((), _plain_kernel(len(tensors))) if rule is None else self._kernel(rule, len(tensors))
+        )
         temps, outputs = list[Entry](), list[Entry | None]([None] * len(tensors))
         handles = list[Entry]()
         ledger.begin_call()
-        for step in completed(steps, len(tensors)):
+        for step in whole:
             if isinstance(step, OpenBlasHandles):
                 if step in steps or uses_cublas(call):
                     handles = list(self._opened(ledger, call, name, is_backward=is_backward))
@@ -61,13 +65,14 @@ class KernelWriter:
         if rule is not None:
             ledger.end_call(rule, outputs, handles, name)
 
-    def _kernel(self, rule: KernelRule) -> Kernel:
+    def _kernel(self, rule: KernelRule, num_outputs: int) -> tuple[Kernel, Kernel]:
         """Evaluate a rule as for any batch size, once for all equal calls of a trace."""
-        kernel = self._kernels.get(rule)
-        if kernel is None:
+        kernels = self._kernels.get(rule)
+        if kernels is None:
             with no_dispatch():
-                kernel = self._kernels[rule] = rule.function(*rule.constants, *rule.numbers)
-        return kernel
+                kernel = rule.function(*rule.constants, *rule.numbers)
+            kernels = self._kernels[rule] = kernel, completed(kernel, num_outputs)
+        return kernels
 
     def close_handles(self, ledger: Ledger) -> None:
         """Free all workspaces (`torch._C._cuda_clearCublasWorkspaces`)."""
@@ -88,3 +93,9 @@ class KernelWriter:
                 entry = ledger.alloc(workspace_bytes, Category.WORKSPACE, name)
                 self._workspaces[handle] = entry
                 yield entry
+
+
+@cache
+def _plain_kernel(num_outputs: int) -> Kernel:
+    """The kernel of an operator without a rule."""
+    return completed((), num_outputs)
