@@ -36,8 +36,8 @@ class KernelWriter:
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[str, bool, int], Entry] = {}
-        #: What each rule gives, as it is and completed.
-        self._kernels: dict[KernelRule, tuple[Kernel, Kernel]] = {}
+        #: What each rule gives for so many outputs, as it is and completed.
+        self._kernels: dict[tuple[KernelRule, int], tuple[Kernel, Kernel]] = {}
 
     def write(
         self, ledger: Ledger, call: OpCall, name: str, node: int, *, is_backward: bool
@@ -67,11 +67,12 @@ class KernelWriter:
 
     def _kernel(self, rule: KernelRule, num_outputs: int) -> tuple[Kernel, Kernel]:
         """Evaluate a rule as for any batch size, once for all equal calls of a trace."""
-        kernels = self._kernels.get(rule)
+        kernels = self._kernels.get((rule, num_outputs))
         if kernels is None:
             with no_dispatch():
                 kernel = rule.function(*rule.constants, *rule.numbers)
-            kernels = self._kernels[rule] = kernel, completed(kernel, num_outputs)
+            kernels = kernel, completed(kernel, num_outputs)
+            self._kernels[rule, num_outputs] = kernels
         return kernels
 
     def close_handles(self, ledger: Ledger) -> None:
