@@ -79,6 +79,8 @@ def test_a_whole_update_is_predicted_as_it_ran_on_a_device(
     assert said(prediction, COMPILED)
     assert not said(prediction, AS_EAGER)
     assert not said(prediction, AUTOGRAD)
+    left_by_recording = said(prediction, "In the update after the recording, gradients")
+    assert len(left_by_recording) == (compile_update is with_graphs)
 
 
 @needs_compilation
