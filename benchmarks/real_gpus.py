@@ -130,11 +130,12 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
         _CARDS["A100 80GB"] if is_of_amd or "unknown" in name else _CARDS.get(name, name)
     )
     assert isinstance(card, DeviceSpec)
+    is_older = case.get("date", PYTORCH_2_9) < PYTORCH_2_9
+    card = replace(card, torch_version=(2, 8) if is_older else (2, 11))
     if is_of_amd:
         return CardWithoutCublas(**{**vars(card), "name": "AMD MI2xx"})
-    if case.get("date", PYTORCH_2_9) < PYTORCH_2_9:
-        return replace(card, torch_version=(2, 8))
-    card = replace(card, torch_version=(2, 11))
+    if is_older:
+        return card
     cap_bytes = case.get("cap_bytes")
     if cap_bytes:
         return replace(card, capacity_bytes=cap_bytes, context_bytes=0)

@@ -123,8 +123,8 @@ def cublaslt_workspace(torch_version: tuple[int, int]) -> LtWorkspace:
     175879). `cublaslt_handle_stream_to_workspace` is in libtorch_cuda.so of PyTorch 2.9.1 and
     2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0 and later ones ran on virtual devices
     (tests/recorded/workspaces.json). TORCH_CUBLASLT_UNIFIED_WORKSPACE would change it; it is not
-    followed. Nor is 2.15.0, where each call of either library gives back what it took (seen on
-    virtual devices; TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it, pull request 194311).
+    followed. Nor is 2.15.0, where each call of either library gives back what it took (pull request
+    194311; seen on virtual devices, no recording is kept). TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it.
     """
     if torch_version < (2, 9):
         return "each call"

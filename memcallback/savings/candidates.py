@@ -66,8 +66,8 @@ def left_out(step: TrainingStep) -> Iterator[str]:
 
 def _accumulation(step: TrainingStep, batch_size: int) -> Iterator[Saving]:
     is_lightning = step.lightning is not None
-    has_own_loop = len(step.losses) > 1 or step.compile_update is not None
-    if has_own_loop or (is_lightning and not step.model.automatic_optimization):
+    cannot_accumulate = len(step.losses) > 1 or step.compile_update is not None
+    if cannot_accumulate or (is_lightning and not step.model.automatic_optimization):
         return
     for num_parts in (2, 4):
         if batch_size % num_parts:

@@ -222,8 +222,10 @@ class _Compilations:
             return
         self._hidden = []
         callbacks = torch_private.compilation_callbacks
+        if not self._called:
+            return
         lists = callbacks.start_callbacks, callbacks.end_callbacks
-        for called, own in zip(lists, self._called, strict=False):
+        for called, own in zip(lists, self._called, strict=True):
             with suppress(ValueError):
                 called.remove(own)
 

@@ -8,13 +8,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memcallback.core.validation import above_0, described, one_of, whole_number
+from memcallback.core.validation import described, one_of, whole_number
 from memcallback.step.beside import AlsoOption
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
 from memcallback.step.optimizers import OptimizerOption, check_optimizers, optimizers_for
 from memcallback.step.ranks import Ranks
 from memcallback.step.step import DEFAULT_DTYPES, Prepare, Step
+from memcallback.step.training_checks import (
+    check_clipping,
+    check_manual_optimization,
+    check_several_losses,
+    check_whole_update,
+    smaller,
+)
 
 #: Which outputs the loop keeps while the next batch runs.
 KeptInTraining = Literal["none", "last"]
@@ -68,7 +75,7 @@ class TrainingStep(Step):
         compile_update: How the loop compiles a function that does the whole update, from
             `zero_grad` to `optimizer.step`: `torch.compile`, or a partial of it with options; None
             if it does not. It needs a plain loop on one device, with one loss, `accumulate=1`,
-            `keep_outputs="none"` and another optimizer than LBFGS. With
+            `keep_outputs="none"` and an optimizer other than LBFGS. With
             `torch._dynamo.config.compiled_autograd` the backward pass is compiled, too.
 
     Attributes:
@@ -138,21 +145,21 @@ class TrainingStep(Step):
             "It is the number of batches for one update, 1 by default.",
         )
         if len(self.losses) > 1:
-            _check_several_losses(len(self.losses), optimizer, self.accumulate)
-        _check_clipping("clip_grad_norm", clip_grad_norm, "norm, such as 1.0")
-        _check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
+            check_several_losses(len(self.losses), optimizer, self.accumulate)
+        check_clipping("clip_grad_norm", clip_grad_norm, "norm, such as 1.0")
+        check_clipping("clip_grad_value", clip_grad_value, "value, such as 0.5")
         self.clip_grad_norm = clip_grad_norm
         self.clip_grad_value = clip_grad_value
         self.keep_outputs = one_of("keep_outputs", keep_outputs, KeptInTraining)
-        self.other_batch_size = _smaller(
+        self.other_batch_size = smaller(
             "other_batch_size", other_batch_size, "batch_size", self.batch_size.batch_size
         )
-        self.other_sequence_length = _smaller(
+        self.other_sequence_length = smaller(
             "other_sequence_length", other_sequence_length, "sequence_length", self.sequence_length
         )
         self.compile_update = compile_update
         if compile_update is not None:
-            _check_whole_update(self)
+            check_whole_update(self)
         self.zero_grad_before_forward = True
         self.has_accumulation = False
         self.change_optimizers: ChangeOptimizers | None = None
@@ -241,7 +248,7 @@ class TrainingStep(Step):
                 "Trainer clips in one of these ways: give one."
             )
         if not getattr(module, "automatic_optimization", True):
-            _check_manual_optimization(
+            check_manual_optimization(
                 clip_grad_norm=clip_grad_norm,
                 clip_grad_value=clip_grad_value,
                 accumulate=None if accumulate == 1 else accumulate,
@@ -337,78 +344,3 @@ def _in_sequence(first: Prepare | None, second: Prepare | None) -> Prepare | Non
     if first is None or second is None:
         return first or second
     return lambda model, batch: second(model, first(model, batch))
-
-
-def _check_several_losses(number: int, optimizer: object, accumulate: int) -> None:
-    """Check that there is an optimizer for each of several losses, and no accumulation."""
-    if not isinstance(optimizer, Sequence) or len(optimizer) != number:
-        value = (
-            f"a list of {len(optimizer)}"
-            if isinstance(optimizer, Sequence)
-            else described(optimizer)
-        )
-        raise ValueError(
-            f"{number} losses need as many optimizers, got {value}. "
-            "Give optimizer=[one for each loss]."
-        )
-    if accumulate > 1:
-        raise ValueError(
-            f"accumulate={accumulate} with {number} losses is not supported: each loss makes an "
-            "update of its own, all from one batch. Leave accumulate out."
-        )
-
-
-def _check_whole_update(step: TrainingStep) -> None:
-    """Check that a function of the whole update can be compiled in the step's loop."""
-    if not callable(step.compile_update):
-        raise TypeError(
-            "compile_update must be a function that compiles a function, such as torch.compile, "
-            f"got {described(step.compile_update)}. Leave it out if the loop does not compile the "
-            "whole update."
-        )
-    wrong = None
-    if len(step.losses) > 1:
-        wrong = f"{len(step.losses)} losses"
-    elif step.accumulate > 1:
-        wrong = f"accumulate={step.accumulate}"
-    elif step.ranks is not None:
-        wrong = "ranks"
-    elif step.keep_outputs == "last":
-        wrong = "keep_outputs='last'"
-    if wrong is not None:
-        raise ValueError(
-            f"compile_update with {wrong} is not supported: the compiled function takes one "
-            "batch, has one loss, keeps nothing, and runs on one device. Leave one of the two "
-            "out; a compiled model can be given instead: TrainingStep(torch.compile(model))."
-        )
-
-
-def _check_clipping(name: str, value: float | None, example: str) -> None:
-    if value is not None:
-        above_0(name, value, f"Give the largest {example}, or None for no clipping.")
-
-
-def _smaller(name: str, other: object, own_name: str, own: int | None) -> int | None:
-    """Check that a size of batches in between is smaller than that of the step's own."""
-    if other is None:
-        return None
-    size = whole_number(name, other, "Leave it out if all batches have the same size.")
-    if own is None:
-        raise ValueError(f"{name}={size} needs {own_name}, which is not known: give it too.")
-    if size >= own:
-        raise ValueError(
-            f"{name} must be less than {own_name}, {own}, got {size}. Give the larger batch as "
-            "batch."
-        )
-    return size
-
-
-def _check_manual_optimization(**options: object) -> None:
-    """Check that options of automatic optimization have their defaults."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r} is not supported with manual optimization, nor does Lightning "
-                "support it: training_step itself decides when to clip and update. "
-                f"Leave {name} out."
-            )

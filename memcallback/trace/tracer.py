@@ -227,7 +227,8 @@ def _run(
     with (
         _ONE_AT_A_TIME,
         torch.inference_mode(False),  # the caller may be in it
-        torch.autograd.set_multithreading_enabled(has_own_thread),  # leaving that mode sets it
+        # Leaving inference mode turns it on.
+        torch.autograd.set_multithreading_enabled(has_own_thread),
         outside_of_compiled_autograd(),
         untouched_globals(),
         untouched_variables(step.model, _functions_of(step)),

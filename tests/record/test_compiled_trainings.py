@@ -37,7 +37,7 @@ def compile_layers(module):
         layer.compile()
 
 
-def compile_update(module):
+def compile_optimizer_step(module):
     """Compile the optimizer's update."""
     configure = module.configure_optimizers
 
@@ -106,6 +106,9 @@ def test_it_is_compiled_as_often_and_leaves_the_same_bits(tmp_path, accelerator,
 def test_lightning_s_own_code_is_compiled_with_an_update_and_the_training_goes_on(tmp_path):
     # The training step runs in the update, so PyTorch compiles Lightning and its callbacks with it.
     # It compiled our callbacks for compilations, too, and waited for its own lock.
-    (without, _, _), (with_it, _, num_steps) = trained_twice(tmp_path, "cpu", compile_update)
+    (without, _, _), (with_it, counts, num_steps) = trained_twice(
+        tmp_path, "cpu", compile_optimizer_step
+    )
     assert differences(with_it, without) == []
+    assert counts["stats"]["unique_graphs"] > 0
     assert num_steps

@@ -20,6 +20,7 @@ CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
 COMPILED = "Compiled code is predicted from what Inductor of PyTorch"
 AS_EAGER = "Compiled code ran as it would without compilation"
 AUTOGRAD = "Compiled autograd is on"
+IN_CONTEXT = "The program is in a context of compiled autograd"
 with_graphs = partial(torch.compile, mode="reduce-overhead")
 
 
@@ -106,6 +107,8 @@ def test_a_program_s_own_context_of_compiled_autograd_is_left_for_a_prediction()
         inside = mc.predict(small(), device=CARD)
         assert torch._dynamo.compiled_autograd.compiled_autograd_enabled
     assert not torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    assert said(inside, IN_CONTEXT)
+    assert not said(plain, IN_CONTEXT)
     # Backward passes in it run in the calling thread.
     saved_bytes = plain.peak_allocated_bytes - inside.peak_allocated_bytes
     assert saved_bytes == find_device(CARD).cublas_workspace_bytes
@@ -141,8 +144,10 @@ def test_forward_passes_after_a_whole_update_are_no_part_of_it(in_a_child):
         return first.sum() + second.sum()
 
     step = mc.InferenceStep(model, torch.zeros(64, 64), forward=twice, after=training)
-    prediction = mc.predict(step, device=CARD)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        prediction = mc.predict(step, device=CARD)
     assert any("PyTorch refuses that with an error" in caveat for caveat in prediction.caveats)
+    assert not said(prediction, AUTOGRAD)
 
 
 @needs_compilation
@@ -165,10 +170,13 @@ def test_scaler_clipping_and_the_default_loss_are_compiled_with_it(
     assert not said(prediction, AS_EAGER)
 
 
-def test_without_a_child_it_runs_as_without_compilation_and_one_sentence_says_so():
+@pytest.mark.parametrize(
+    "compile_update", [torch.compile, lambda function: torch.compile(function)], ids=["", "lambda"]
+)
+def test_without_a_child_it_runs_as_without_compilation_and_one_sentence_says_so(compile_update):
     # MEMCALLBACK_ISOLATE is 0 in tests.
     with torch._dynamo.config.patch(compiled_autograd=True):
-        prediction = mc.predict(small(compile_update=torch.compile), device=CARD)
+        prediction = mc.predict(small(compile_update=compile_update), device=CARD)
     assert prediction.peak_allocated_bytes == mc.predict(small(), device=CARD).peak_allocated_bytes
     (sentence,) = said(prediction, AS_EAGER)
     assert "the whole update" in sentence

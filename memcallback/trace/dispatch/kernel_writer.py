@@ -45,9 +45,7 @@ class KernelWriter:
         """Write the temporaries of a call, and those outputs that the ledger does not know."""
         rule = kernel_rule(call)
         tensors = call.outputs
-        steps, whole = (
-            ((), _plain_kernel(len(tensors))) if rule is None else self._kernel(rule, len(tensors))
-        )
+        steps, whole = self._kernels_of(rule, len(tensors))
         temps, outputs = list[Entry](), list[Entry | None]([None] * len(tensors))
         handles = list[Entry]()
         ledger.begin_call()
@@ -65,8 +63,10 @@ class KernelWriter:
         if rule is not None:
             ledger.end_call(rule, outputs, handles, name)
 
-    def _kernel(self, rule: KernelRule, num_outputs: int) -> tuple[Kernel, Kernel]:
-        """Evaluate a rule as for any batch size, once for all equal calls of a trace."""
+    def _kernels_of(self, rule: KernelRule | None, num_outputs: int) -> tuple[Kernel, Kernel]:
+        """What a rule gives for any batch size, made once for all equal calls of a trace."""
+        if rule is None:
+            return (), _plain_kernel(num_outputs)
         kernels = self._kernels.get((rule, num_outputs))
         if kernels is None:
             with no_dispatch():

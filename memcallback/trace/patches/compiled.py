@@ -36,7 +36,7 @@ _AS_EAGER = (
 #: virtual H200 and A100, 2026-11-27.
 _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
-    "values are for a training that finds this code in Inductor's cache. In 166 measured "
+    "values are for a training that finds this code in Inductor's cache. In 171 measured "
     "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
     "one that found the code, and at most 200 MiB more afterwards. Of 39 steps on a real H100, 27 "
     "reserved within 3 % of the prediction, the others 11 % less to 19 % more, and one with "
@@ -72,8 +72,12 @@ _LEFT_BY_RECORDING = (
 )
 _COMPILED_AUTOGRAD = (
     "Compiled autograd is on. The backward pass is predicted as without it, which is right unless "
-    "the loop compiles a function of the whole update: "
-    "TrainingStep(compile_update=torch.compile) predicts such a loop."
+    "compiled code calls backward(). If your loop compiles a function of the whole update, say so: "
+    "TrainingStep(compile_update=torch.compile)."
+)
+_IN_COMPILED_AUTOGRAD = (
+    "The program is in a context of compiled autograd. The backward pass is predicted as without "
+    "it, but in the calling thread."
 )
 #: The oldest PyTorch in which compiling was compared with a device.
 _OLDEST_TORCH = (2, 11)
@@ -98,8 +102,13 @@ class CompiledCode:
 
     def __init__(self, mode: TraceMode, training: TrainingStep | None, *, compiles: bool) -> None:
         self._mode = mode
-        self._has_compiled_autograd = training is not None and _has_compiled_autograd()
         self.has_whole_update = training is not None and training.compile_update is not None
+        #: Whether the prediction would differ if compiled code called `backward()`.
+        self._lacks_compiled_autograd = (
+            training is not None and not self.has_whole_update and _has_compiled_autograd()
+        )
+        if training is not None and _is_in_compiled_autograd():
+            mode.assumed[_IN_COMPILED_AUTOGRAD] = None
         is_known = torch_version() >= _OLDEST_TORCH
         self.compiles = compiles and is_known and mode.spec is not None
         self.has_compiled = self.has_compiled_passes = self.is_noted = False
@@ -130,7 +139,7 @@ class CompiledCode:
                 from memcallback.trace.patches.compiled_autograd import compiled_autograd_patches
 
                 yield from compiled_autograd_patches(
-                    self._mode, self._tree, lambda context: _config_of(context.callback) is not None
+                    self._mode, self._tree, _compiles_with_inductor
                 )
         # What it compiles in the step, as torchao's optimizers do.
         yield torch, "compile", self._noting(torch.compile)
@@ -142,8 +151,6 @@ class CompiledCode:
     def end_training(self) -> None:
         """Forward passes come now, which are no part of an update."""
         self.has_whole_update = False
-        if self._graphs is not None:
-            self._graphs.has_whole_update = False
 
     def say_other_batch(self, own: BatchSizes, other: BatchSizes) -> None:
         """Say that a batch of another size comes in between."""
@@ -211,7 +218,7 @@ class CompiledCode:
                 if not self.other_batch:
                     self._mode.assumed[_ONE_SIZE] = None
             self._mode.assumed[_COMPILED.format(torch.__version__)] = None
-            if self._has_compiled_autograd and not self.has_whole_update:
+            if self._lacks_compiled_autograd:
                 self._mode.assumed[_COMPILED_AUTOGRAD] = None
             return compiled
 
@@ -224,7 +231,7 @@ class CompiledCode:
         # Imported here, as it imports PyTorch's compiler.
         from memcallback.trace.patches.cuda_graphs import GraphTree
 
-        self._graphs = self._graphs or GraphTree(self._mode, has_whole_update=self.has_whole_update)
+        self._graphs = self._graphs or GraphTree(self._mode, lambda: self.has_whole_update)
         return self._graphs
 
     def _noting(self, compile_: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +244,7 @@ class CompiledCode:
 
             @wraps(compiled)
             def run(*args: Any, **kwargs: Any) -> Any:
-                if not _is_predicted_compiled(model):
+                if not (_is_predicted_compiled(model) or _is_own(model)):
                     self.note(_name_of(model))
                 return compiled(*args, **kwargs)
 
@@ -247,11 +254,11 @@ class CompiledCode:
 
 
 def _has_compiled_autograd() -> bool:
-    """Whether the program has asked for it, by the setting or in a context."""
+    """Whether the program has asked for it by the setting."""
     if "torch._dynamo" not in sys.modules:
         return False
     config: Any = import_module("torch._dynamo.config")
-    return bool(config.compiled_autograd) or _is_in_compiled_autograd()
+    return bool(config.compiled_autograd)
 
 
 def _is_in_compiled_autograd() -> bool:
@@ -278,6 +285,11 @@ def _is_own(function: Any) -> bool:
     """Whether a function stands in this package, which is never compiled."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_OWN)
+
+
+def _compiles_with_inductor(context: Any) -> bool:
+    """Whether a context of `torch.compile` is one that a trace compiles for the card."""
+    return _config_of(getattr(context, "callback", None)) is not None
 
 
 def _name_of(function: Any) -> str:

@@ -39,7 +39,7 @@ def compiled_autograd_patches(
         with ExitStack() as stack:
             if compiles(compiler):
                 trees()  # imported now: PyTorch would import it as for a build for CUDA
-                # In the stance of a trace, nothing is compiled.
+                # A trace's stance is force_eager, in which this would do nothing.
                 default = eval_frame.DynamoStance("default")
                 with patched([(eval_frame, "_stance", default)]):
                     stack.enter_context(enable(compiler, *args, **kwargs))
@@ -50,13 +50,13 @@ def compiled_autograd_patches(
 
         def begin_capture(self, *args: Any, **kwargs: Any) -> Any:
             self.stack.enter_context(compiling(mode, graphs()))
-            try:
-                return super().begin_capture(*args, **kwargs)
-            except BaseException as error:
-                self.stack.close()
-                if (context := getattr(self, "compile_context", None)) is not None:
-                    context.__exit__(type(error), error, error.__traceback__)
-                raise
+            # C++ closes the stack after an error too, but leaves the context entered.
+            self.stack.callback(self._leave_context)
+            return super().begin_capture(*args, **kwargs)
+
+        def _leave_context(self) -> None:
+            if (context := getattr(self, "compile_context", None)) is not None:
+                context.__exit__(None, None, None)
 
         def validate_outputs(self, fn: Any, outputs: Any, args: Any, metadata: Any) -> Any:
             """C++ compares devices. Fakes on the card are on meta for it."""

@@ -112,16 +112,16 @@ class GraphTree:
     """The CUDA graphs of one trace.
 
     Attributes:
-        has_whole_update: Whether a function of the whole update is compiled. Then an update is one
-            path in the tree, however many compiled functions it is in the trace.
         is_open: Whether a function runs in a graph.
         num_compiled: Functions that Inductor got to compile, with a CUDA graph or without.
     """
 
-    def __init__(self, mode: TraceMode, *, has_whole_update: bool) -> None:
+    def __init__(self, mode: TraceMode, is_in_whole_update: Callable[[], bool]) -> None:
         self.num_compiled = 0
         self._mode = mode
-        self.has_whole_update = has_whole_update
+        #: Whether a function of the whole update is compiled. Then an update is one path in the
+        #: tree, however many compiled functions it is in the trace.
+        self._is_in_whole_update = is_in_whole_update
         self.is_open = False
         self._roots: list[_Recording] = []
         self._warm: set[_Function] = set()
@@ -374,7 +374,7 @@ class GraphTree:
 
     def _current_generation(self) -> int:
         """A number that changes as a compiled function is called, or as the user says."""
-        if self.has_whole_update:
+        if self._is_in_whole_update():
             return int(trees().MarkStepBox.mark_step_counter) or self._mode.num_windows
         return int(trees().CUDAGraphTreeManager.get_curr_generation())
 
