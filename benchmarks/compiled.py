@@ -91,7 +91,7 @@ def predicted(name: str, device: str) -> dict[str, int]:
         "allocated": prediction.peak_allocated_bytes,
         "reserved": prediction.peak_reserved_bytes,
         "reserved_first": prediction.warm_up.peak_reserved_bytes or 0,
-        "reserved_most": max(step.peak_reserved_bytes or 0 for step in prediction.steps),
+        "reserved_most": prediction.run_peak_reserved_bytes or 0,
     }
 
 

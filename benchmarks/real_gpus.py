@@ -152,7 +152,7 @@ def would_be_suggested(prediction: mc.Prediction) -> bool:
     budget_bytes = budget(
         device.capacity_bytes, DEFAULT_HEADROOM, device.outside_bytes, device.most_outside_bytes
     )
-    peak_bytes = max(step.peak_reserved_bytes or 0 for step in prediction.steps)
+    peak_bytes = prediction.run_peak_reserved_bytes or 0
     return prediction.fits_without_retry and peak_bytes <= budget_bytes
 
 
@@ -169,7 +169,7 @@ def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]
             "is_right_as_named": as_named.fits == does_fit,
             "is_unsafe": not does_fit and would_be_suggested(as_named),
         }
-    run_reserved_bytes = max(step.peak_reserved_bytes or 0 for step in prediction.steps)
+    run_reserved_bytes = prediction.run_peak_reserved_bytes or 0
     by_measure = {
         "peak_allocated": prediction.peak_allocated_bytes,
         "peak_reserved": run_reserved_bytes,

@@ -452,6 +452,7 @@ class Prediction(Printable):
             "communication_bytes": self.device.outside_bytes - self.device.context_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
+            "run_peak_reserved_bytes": self.run_peak_reserved_bytes,
             # Of a CPU of unknown capacity nobody knows.
             "fits": None if self.capacity_bytes is None else self.fits,
             "fits_without_retry": None if self.capacity_bytes is None else self.fits_without_retry,
@@ -554,6 +555,16 @@ class Prediction(Printable):
     def peak_reserved_bytes(self) -> int | None:
         """The reserved peak in the phases of the steady step; None on a CPU."""
         return self.step.peak_reserved_bytes
+
+    @property
+    def run_peak_reserved_bytes(self) -> int | None:
+        """The most that is reserved in any of `steps`; None on a CPU.
+
+        It is above `peak_reserved_bytes` if the warm-up reserves more than a steady step, which
+        gives memory back after a retry. `nvidia-smi` shows what is reserved now, and the context.
+        """
+        peaks = [step.peak_reserved_bytes for step in self.steps]
+        return max((peak for peak in peaks if peak is not None), default=None)
 
     @property
     def peak_bytes(self) -> int:

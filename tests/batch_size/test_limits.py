@@ -113,3 +113,33 @@ def test_what_was_assumed_of_the_step_is_said_of_the_suggestion():
     advice = mc.suggest_batch_size(step, device="NVIDIA L4")
     assert said[0] in advice.caveats
     assert "Convolution workspaces are" in advice.to_text()
+
+
+def test_the_run_s_peak_is_that_of_the_first_step_if_a_retry_gave_memory_back():
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(7),
+        nn.Flatten(),
+        nn.Linear(128 * 49, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 10),
+    )
+    step = mc.TrainingStep(
+        model,
+        torch.zeros(8, 3, 64, 64),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.Adam,
+    )
+    prediction = mc.predict(step, device="4GiB")
+    at_limit = prediction.at((prediction.limit_without_retry + prediction.limit) // 2)
+    assert not at_limit.fits_without_retry
+    first = at_limit.warm_up.peak_reserved_bytes
+    assert at_limit.run_peak_reserved_bytes == first > at_limit.peak_reserved_bytes
+    assert at_limit.to_dict()["run_peak_reserved_bytes"] == first
+    assert mc.predict(step, device="cpu").run_peak_reserved_bytes is None

@@ -26,6 +26,14 @@ def test_all_settings_that_are_simulated_are_read():
     )
 
 
+def test_settings_of_a_newer_pytorch_are_listed():
+    settings = AllocatorSettings.parse(
+        "expandable_segments:True,expandable_segments_reserve_by_class:[tiny:0.05,large:0.2]"
+    )
+    assert settings.expandable_segments
+    assert settings.not_simulated == ("expandable_segments_reserve_by_class",)
+
+
 def test_settings_that_make_no_difference_are_listed():
     settings = AllocatorSettings.parse(
         "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True"
@@ -113,11 +121,6 @@ def test_a_segment_is_made_for_a_block(block_mib, large_mib, segment_mib):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "foo:1",
-            "'foo' is not a setting of the CUDA caching allocator; known are expandable_segments, "
-            "large_segment_size_mb",
-        ),
         ("max_split_size_mb", "'max_split_size_mb' is not name:value"),
         (
             "max_split_size_mb:32;foo",

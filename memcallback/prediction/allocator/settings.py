@@ -35,26 +35,6 @@ LARGE_SEGMENT_BYTES = 20 * MiB
 NUM_ROUNDUP_INTERVALS = 16
 _NO_ROUNDUP = (0,) * NUM_ROUNDUP_INTERVALS
 _LOG2_MIB = MiB.bit_length() - 1
-#: Settings of PyTorch that are not simulated. Source: `getKeys`, AllocatorConfig.cpp
-#: and CUDAAllocatorConfig.h.
-_NOT_SIMULATED = frozenset(
-    {
-        "garbage_collection_threshold",
-        "graph_capture_record_stream_reuse",
-        "per_process_memory_fraction",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "throw_on_cudamalloc_oom",
-    }
-)
 _ITEM = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 
 
@@ -74,9 +54,9 @@ class AllocatorSettings:
             the number of steps to the next power of two; 0 and 1 mean no such rounding.
         expandable_segments: One segment for each stream and pool, which grows by pages, instead of
             one for each cudaMalloc.
-        not_simulated: Settings that were given and that the simulation ignores. Of these,
-            `garbage_collection_threshold` and `per_process_memory_fraction` would change the real
-            allocator's memory.
+        not_simulated: Settings that were given and that the simulation ignores or does not know. Of
+            those that PyTorch 2.11 knows, `garbage_collection_threshold` and
+            `per_process_memory_fraction` would change the real allocator's memory.
     """
 
     large_segment_bytes: int = LARGE_SEGMENT_BYTES
@@ -121,13 +101,8 @@ class AllocatorSettings:
             if name in _PARSERS:
                 field, parser = _PARSERS[name]
                 known[field] = parser(name, value)
-            elif name in _NOT_SIMULATED:
+            elif name != "backend":  # perhaps of a newer PyTorch, which refuses what it lacks
                 not_simulated.append(name)
-            elif name != "backend":
-                raise ValueError(
-                    f"{name!r} is not a setting of the CUDA caching allocator; known are "
-                    f"{', '.join(sorted(_PARSERS))}: check the spelling"
-                )
             elif value != "native":
                 raise ValueError(
                     f"backend:{value} is another allocator; only the native caching allocator is "
