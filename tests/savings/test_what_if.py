@@ -210,10 +210,14 @@ def test_the_text_is_in_groups_of_ten_rows_that_fit_a_console(plan):
 
 
 def test_savings_are_tried_together(plan):
-    both = row(plan, "16-mixed + accumulate 4 batches")
-    by_hand = mc.predict(
-        _accumulated(precision="16-mixed"), device=CARD, batch_size=BATCH_SIZE // 4
+    # Which precision needs less depends on the workspaces of the PyTorch that is installed.
+    precision, both = next(
+        (precision, one)
+        for one in plan.rows
+        for precision in ("16-mixed", "bf16-mixed")
+        if one.saving == f"{precision} + accumulate 4 batches"
     )
+    by_hand = mc.predict(_accumulated(precision=precision), device=CARD, batch_size=BATCH_SIZE // 4)
     assert (both.peak_allocated_bytes, both.peak_reserved_bytes) == figures(by_hand)
 
 
