@@ -74,8 +74,9 @@ class ProgressLine:
         # What a program has put in the place of stderr may have little but `write`.
         if stream is None or getattr(stream, "closed", False):
             return False
-        is_terminal = getattr(stream, "isatty", lambda: False)()
-        return is_terminal or ("ipykernel" in sys.modules and stream is sys.stderr)
+        # A program may import ipykernel without being a notebook.
+        is_notebook = type(stream).__module__.partition(".")[0] == "ipykernel"
+        return is_notebook or getattr(stream, "isatty", lambda: False)()
 
     def _text(self, now: float) -> str:
         (num_done, num_all), elapsed_s = self._done_of_all, now - self._start

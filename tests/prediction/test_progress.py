@@ -1,6 +1,8 @@
 """How far a prediction is, on a terminal and elsewhere, by a clock that a test sets."""
 
 import io
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -61,6 +63,21 @@ def test_on_a_terminal_one_line_is_written_anew_with_an_estimate(clock):
     # The line is gone at the end.
     *_, last, _ = stream.getvalue().split("\r")
     assert last.isspace()
+
+
+def test_in_a_notebook_one_line_is_written_anew_and_not_where_ipykernel_is_only_imported(
+    clock, monkeypatch
+):
+    # A notebook's stderr is no terminal.
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    for stream in (notebook, log):
+        with ProgressLine(stream=stream, clock=clock) as line:
+            line.say("loading PyTorch")
+    assert shown(notebook) == ["memcallback: loading PyTorch"]
+    assert log.getvalue() == ""
 
 
 def test_elsewhere_there_is_a_line_every_10_seconds_and_none_before(clock):
