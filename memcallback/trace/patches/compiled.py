@@ -282,7 +282,7 @@ def _is_predicted_compiled(function: Any) -> bool:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a function stands in this package, which is never compiled."""
+    """Whether memcallback defines a function: PyTorch compiles none of these."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_OWN)
 
