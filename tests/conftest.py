@@ -105,26 +105,39 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture(autouse=True)
+def plans_of_a_virtual_device(monkeypatch):
+    """On a virtual device, cuDNN offers no plan that needs a real one."""
+    if os.environ.get("VGPU") == "1":
+        from memcallback.cuda.convolution import cudnn
+
+        monkeypatch.setattr(cudnn, "finds_device", lambda: True)
+
+
 @pytest.fixture
 def as_the_virtual_device(monkeypatch):
-    """Sizes of cuDNN for recurrent layers as the virtual device made them up for recordings.
+    """Sizes of cuDNN as the virtual device had them for recordings; ours are of real cards.
 
-    Those of the package are of a real card.
+    It made up those of recurrent layers, and had no plan of a convolution that needs a device.
     """
+    from memcallback.cuda.convolution import cudnn, workspace
     from memcallback.cuda.decompositions import rnn
 
-    kept = {0: 1, 1: 1, 2: 6, 3: 5}
+    monkeypatch.setattr(cudnn, "finds_device", lambda: True)
+    monkeypatch.setattr(workspace, "workspace_that_needs_device_bytes", lambda *call: None)
+    kept = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 6, "gru": 5}
+    gates = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 
     def units(call, num_tokens):
         return num_tokens * call.hidden_size * call.num_directions
 
     def reserve(call, num_tokens, itemsize):
         masks = call.num_layers - 1 if call.dropout > 0 else 0
-        kept_bytes = call.num_layers * kept[call.mode] * itemsize
+        kept_bytes = call.num_layers * kept[call.kind] * itemsize
         return units(call, num_tokens) * (kept_bytes + masks) if call.train else 0
 
-    def workspace(call, num_tokens, itemsize):
-        return units(call, num_tokens) * (rnn._GATES[call.mode] + 2) * itemsize
+    def worked_in(call, num_tokens, batch_size, dtype):
+        return units(call, num_tokens) * (gates[call.kind] + 2) * dtype.itemsize
 
     monkeypatch.setattr(rnn, "reserve_bytes", reserve)
-    monkeypatch.setattr(rnn, "workspace_bytes", workspace)
+    monkeypatch.setattr(rnn, "workspace_bytes", worked_in)

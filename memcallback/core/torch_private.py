@@ -289,6 +289,17 @@ def has_cuda_context(index: int) -> bool:
     return torch.cuda.memory_reserved(index) > 0 if has_context is None else has_context(index)
 
 
+def is_cuda_refused() -> bool:
+    """Whether `refuse_cuda` was called in this process, or it is a fork of one that used CUDA."""
+    return torch.cuda._is_in_bad_fork()
+
+
+def has_cuda_device() -> bool:
+    """Whether the driver finds a CUDA device, whatever a trace has PyTorch answer."""
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    return count is not None and count() > 0
+
+
 def refuse_cuda() -> None:
     """Have every use of CUDA fail in this process, a fork of one that may have used it.
 

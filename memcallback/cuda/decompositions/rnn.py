@@ -1,16 +1,8 @@
-"""LSTM, GRU and RNN with cuDNN, and the fused cells.
-
-cuDNN saves for backward in a reserve, and works in a workspace. NVIDIA does not publish their
-sizes. Those here were found in four trainings on an H100 with cuDNN 9.19 (LSTM and GRU, two
-layers, two directions, 512 units, 64 sequences of 128 tokens, dropout; float32 and 16 bits), in
-`benchmarks/results/nvidia-h100-80gb-hbm3-2026-11-26/accuracy.json.gz`. What they depend on besides
-is an assumption: other shapes, one layer and `nn.RNN` were not measured.
-"""
+"""LSTM, GRU and RNN with cuDNN, and the fused cells."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,76 +12,15 @@ from torch import nn
 from memcallback.core.torch_private import storage_id
 from memcallback.cuda.decompositions.layers import own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
+from memcallback.cuda.decompositions.recurrent_sizes import (
+    RecurrentCall,
+    dropout_state_bytes,
+    reserve_bytes,
+    workspace_bytes,
+)
 from memcallback.devices.catalogue import DeviceSpec
 
 aten = torch.ops.aten
-#: `cudnnRNNMode_t`
-_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
-#: Numbers saved per layer, direction, token and hidden unit; the output comes on top of them in
-#: all layers but the last.
-_KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
-#: Numbers in the workspace per direction, token and hidden unit, beside one for each gate.
-_SCRATCH, _SCRATCH_16_BITS = 6, 7
-#: Whatever the reserve has beside these: seen in all four trainings.
-_RESERVE_HEAD_BYTES = 256
-
-
-@dataclass(frozen=True)
-class RecurrentCall:
-    """The settings of a recurrent layer.
-
-    Attributes:
-        mode: cuDNN's number of the layer type.
-        hidden_size: Size of the hidden state.
-        proj_size: Size of the projection, 0 for none.
-        num_layers: Number of layers.
-        dropout: Probability of dropping between layers.
-        train: Whether it saves for backward.
-        bidirectional: Whether it runs in both directions.
-        batch_first: Whether the batch is the first dimension.
-        num_steps: The number of time steps of packed sequences, else 0.
-    """
-
-    mode: int
-    hidden_size: int
-    proj_size: int
-    num_layers: int
-    dropout: float
-    train: bool
-    bidirectional: bool
-    batch_first: bool
-    num_steps: int
-
-    @property
-    def num_directions(self) -> int:
-        """Number of directions."""
-        return 2 if self.bidirectional else 1
-
-
-def reserve_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN saves for backward; dropout takes two bits for each unit between two layers."""
-    if not call.train:
-        return 0
-    units = num_tokens * call.hidden_size * call.num_directions
-    between = call.num_layers - 1
-    masks = units * between // 4 if call.dropout > 0 else 0
-    kept = call.num_layers * _KEPT[call.mode] + between
-    return units * kept * itemsize + masks + _RESERVE_HEAD_BYTES
-
-
-def workspace_bytes(call: RecurrentCall, num_tokens: int, itemsize: int) -> int:
-    """What cuDNN works in. Measured were sizes within 0.1 of this many numbers per unit."""
-    numbers = _GATES[call.mode] + (_SCRATCH_16_BITS if itemsize == 2 else _SCRATCH)
-    return num_tokens * call.hidden_size * call.num_directions * numbers * itemsize
-
-
-def dropout_state_bytes(device: DeviceSpec) -> int:
-    """The random state of cuDNN for dropout between layers, one per process.
-
-    48 bytes for each of 1,024 threads of every multiprocessor: 6,488,064 B on an H100.
-    """
-    return device.num_multiprocessors * 1024 * 48
 
 
 def flatten_rnn_weights(model: nn.Module) -> None:
@@ -144,7 +75,8 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         hidden_size = cx.shape[2] if cx is not None else hx.shape[2]
         projection = hx.shape[2] if hx.shape[2] != hidden_size else 0
         call = RecurrentCall(
-            _MODES[kind],
+            kind,
+            x.shape[-1],
             hidden_size,
             projection,
             num_layers,
@@ -186,7 +118,7 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
 
     layers = {
         f"{kind}.{form}": make(kind)
-        for kind in _MODES
+        for kind in ("rnn_relu", "rnn_tanh", "lstm", "gru")
         for form, make in (("input", whole), ("data", packed))
     }
 
@@ -270,7 +202,9 @@ class _CudnnRNN(torch.autograd.Function):
         output = x.new_empty(*with_time_first.shape[:-1], out_size)
         hy = hx.new_empty(hx.shape)
         cy = cx.new_empty(cx.shape) if cx is not None else x.new_empty(0)
-        workspace = x.new_empty(workspace_bytes(call, num_tokens, x.itemsize), dtype=torch.uint8)
+        workspace = x.new_empty(
+            workspace_bytes(call, num_tokens, hx.shape[1], x.dtype), dtype=torch.uint8
+        )
         reserve = x.new_empty(reserve_bytes(call, num_tokens, x.itemsize), dtype=torch.uint8)
         del dense, workspace
         output = output.transpose(0, 1) if call.batch_first else output
@@ -296,7 +230,7 @@ class _CudnnRNN(torch.autograd.Function):
         dense = first.contiguous()
         grad_x, grad_hx = first.new_empty(first.shape), hx.new_empty(hx.shape)
         grad_cx = None if cx is None else cx.new_empty(cx.shape)
-        size = workspace_bytes(call, num_tokens, x.itemsize)
+        size = workspace_bytes(call, num_tokens, hx.shape[1], x.dtype)
         workspace = x.new_empty(size, dtype=torch.uint8)
         del workspace
         # cuDNN computes the gradients of the input and of the weights in two calls.

@@ -1,0 +1,93 @@
+"""Plans that cuDNN offers only where it finds a CUDA device, by rules found on an H200.
+
+We asked cuDNN 9.19 about 2,535 convolutions, for eight cards, on a machine with an H200 and on one
+without a device (`tests/recorded/plans`, 2026-11-27). Without a device its list is always a part
+of the other list, in the same order. Missing at the front are, nearly always, two kinds of
+engines: those that multiply matrices with cuBLASLt for convolutions of one pixel, and those of
+depthwise convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction
+from memcallback.devices.catalogue import DeviceSpec
+
+_FLOAT32_BYTES = 4
+_FEW_CHANNELS = 32
+#: The depthwise weight gradient in channels last keeps so many partial sums of each sample, for
+#: channels in groups of this size.
+_PARTIAL_SUMS, _CHANNEL_GROUP = 8, 32
+
+
+def workspace_that_needs_device_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int | None:
+    """The workspace of the first plan, if cuDNN offers it only where there is a device; else None.
+
+    `tests/cuda/test_convolution_plans.py` says how often the rules are right.
+    """
+    if 0 in input_shape or convolution.dtype not in ("float32", "float16", "bfloat16"):
+        return None
+    groups = input_shape[1] // convolution.weight_shape[1]
+    if _is_pointwise(convolution) and groups == 1:
+        return _pointwise_bytes(convolution, input_shape, device)
+    if groups > 1 and convolution.weight_shape[:2] == (input_shape[1], 1):
+        return _depthwise_bytes(convolution, input_shape, device)
+    return None
+
+
+def _is_pointwise(convolution: Convolution) -> bool:
+    """Whether it reads one pixel for each that it writes: a product of matrices."""
+    return (
+        prod(convolution.weight_shape[2:]) == 1
+        and set(convolution.stride) == {1}
+        and not any(convolution.padding)
+    )
+
+
+def _pointwise_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int | None:
+    """A product of matrices needs no workspace, but the weight gradient one for each sample.
+
+    In channels last the weight gradient is one product for all samples. cuBLASLt may split it;
+    its workspace (0 to 9 MiB) is not known.
+    """
+    if convolution.direction is not Direction.BACKWARD_FILTER:
+        return 0
+    if convolution.channels_last:
+        return None
+    out_channels, in_channels = convolution.weight_shape[:2]
+    sums_bytes = _FLOAT32_BYTES * out_channels * in_channels
+    sample_bytes = (
+        ITEM_BYTES[convolution.dtype] * prod(input_shape[2:]) * (out_channels + in_channels)
+    )
+    # Of 925 weight gradients of six cards, 738 are within 1 MiB with these limits, 455 without.
+    # Where few channels are read in float32, cuDNN often prefers a plan that needs far more.
+    is_first = (
+        sums_bytes <= sample_bytes
+        and device.compute_capability >= (7, 5)
+        and (convolution.dtype != "float32" or in_channels > _FEW_CHANNELS)
+    )
+    return input_shape[0] * sums_bytes if is_first else None
+
+
+def _depthwise_bytes(
+    convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
+) -> int | None:
+    is_half = convolution.dtype != "float32"
+    if convolution.direction is Direction.FORWARD:
+        return 0
+    if convolution.direction is Direction.BACKWARD_DATA:
+        is_offered = convolution.channels_last or (is_half and set(convolution.stride) == {1})
+        return 0 if is_offered else None
+    if not is_half:
+        return None
+    if not convolution.channels_last or device.compute_capability < (7, 5):
+        return 0
+    channels = -(-input_shape[1] // _CHANNEL_GROUP) * _CHANNEL_GROUP
+    sums_bytes = _FLOAT32_BYTES * channels * prod(convolution.weight_shape[2:])
+    return _PARTIAL_SUMS * input_shape[0] * sums_bytes

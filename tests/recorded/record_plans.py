@@ -1,0 +1,111 @@
+"""Record the plan that cuDNN puts first for many convolutions, for several cards.
+
+    PYTHONPATH=.:tests python tests/recorded/record_plans.py without
+    PYTHONPATH=.:tests python tests/recorded/record_plans.py with       # on a machine with a device
+    PYTHONPATH=.:tests python tests/recorded/record_plans.py handle     # the same, for its own card
+
+`with` and `without` describe a card to cuDNN; `handle` asks as PyTorch does, with cuDNN's handle of
+the device. tests/cuda/test_convolution_plans.py reads the files; README.md beside this script tells
+the format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gzip
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from convolution_plans import CARDS, RECORDED, questions
+
+from memcallback.cuda.convolution import cudnn, workspace
+from memcallback.cuda.convolution.cudnn import Attribute, Kind, Type
+from memcallback.devices.catalogue import find_device
+
+_HANDLE, _GRAPH_HANDLE, _ENGINE_NUMBER = 0, 800, 1301
+
+
+class ByHandle(workspace._Query):
+    """Asks with cuDNN's handle of this machine's device, as PyTorch does."""
+
+    def graph(self, convolution: Any, input_shape: Any) -> int:
+        """The graph of one operation, with the handle."""
+        handle = ctypes.c_void_p()
+        assert self.library._library.cudnnCreate(ctypes.byref(handle)) == 0
+        create = self.library.create
+
+        def with_handle(kind: int, stack: ExitStack) -> int:
+            made = create(kind, stack)
+            if kind == Kind.GRAPH:
+                self.library.set(made, _GRAPH_HANDLE, _HANDLE, handle.value)  # type: ignore[arg-type]
+            return made
+
+        self.library.create = with_handle  # type: ignore[method-assign]
+        try:
+            return super().graph(convolution, input_shape)
+        finally:
+            del self.library.create  # type: ignore[method-assign]
+            self.stack.callback(self.library._library.cudnnDestroy, handle)
+
+    def configs(self, graph: int, mode: int) -> list[int]:
+        """The heuristics' engine configurations for the device of the handle."""
+        heuristics = self._create(Kind.HEURISTICS)
+        self.library.set(heuristics, Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, graph)
+        self.library.set(heuristics, Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, mode)
+        if not self.library.finalize(heuristics):
+            return []
+        room = self.library.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
+        made = [self._create(Kind.ENGINE_CONFIG) for _ in range(room)]
+        return self.library.get(
+            heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, room, made
+        )
+
+
+def first_plan(query: workspace._Query, convolution: Any, shape: Any) -> list[int] | None:
+    """The engine's number and the workspace in bytes of the plan that PyTorch tries first."""
+    graph = query.graph(convolution, shape)
+    for mode in (workspace._MODE_INSTANT, workspace._MODE_FALLBACK):
+        for config in query.configs(graph, mode):
+            engine = query.engine(config)
+            if workspace._is_filtered(convolution, query.notes(engine)):
+                continue
+            number = query.library.get(engine, _ENGINE_NUMBER, Type.INT64, 1)[0]  # type: ignore[arg-type]
+            size_bytes = query.library.get(config, Attribute.CONFIG_WORKSPACE, Type.INT64, 1)[0]
+            return [number, size_bytes]
+    return None
+
+
+def main() -> None:
+    """Record what cuDNN answers here."""
+    parser = argparse.ArgumentParser(description="Record cuDNN's first plans.")
+    parser.add_argument("way", choices=("with", "without", "handle"))
+    parser.add_argument("--out", type=Path, default=RECORDED)
+    parser.add_argument("--cards", nargs="*", default=CARDS)
+    given = parser.parse_args()
+    library = cudnn.load()
+    assert library is not None
+    cudnn._C_TYPES[_HANDLE] = ctypes.c_void_p  # type: ignore[index]
+    for name in given.cards:
+        card = find_device(name)
+        answers = []
+        for convolution, shape in questions():
+            with ExitStack() as stack:
+                query: workspace._Query
+                if given.way == "handle":
+                    query = ByHandle(library, stack, 0)
+                else:
+                    query = workspace._Query(library, stack, library.device(card))
+                answers.append(first_plan(query, convolution, shape))
+        document = {"meta": {"card": name, "cudnn": library.version}, "first": answers}
+        path = given.out / f"{name.replace(' ', '-')}.{given.way}.json.gz"
+        path.write_bytes(
+            gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
+        )
+        print(path, len(answers))
+
+
+if __name__ == "__main__":
+    main()
