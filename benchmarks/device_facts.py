@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accuracy import environment, in_processes_of_their_own
+from torch import distributed, nn
+from torch.nn import functional
 
 
 def used_bytes() -> int:
@@ -27,37 +30,57 @@ def used_bytes() -> int:
     return total - free
 
 
-def context() -> dict[str, int]:
-    """Used once PyTorch has a context, and after the first kernel of each kind."""
-    free_before = _free_by_driver()
-    torch.cuda.init()
-    torch.zeros(1, device="cuda")
-    found = {
-        "used before, by the driver": free_before,
-        "after the first tensor": used_bytes() - torch.cuda.memory_reserved(),
-    }
-    values, half = (
-        torch.ones(256, 256, device="cuda"),
-        torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16),
-    )
-    works: dict[str, Callable[[], Any]] = {
-        "after elementwise kernels": lambda: torch.nn.functional.gelu(values * 2 + 1),
-        "after a matrix product": lambda: values @ values,
-        "after a convolution": lambda: torch.nn.functional.conv2d(
-            values.view(4, 16, 32, 32), torch.ones(16, 16, 3, 3, device="cuda")
-        ),
-        "after attention": lambda: torch.nn.functional.scaled_dot_product_attention(
-            half, half, half
-        ),
-    }
-    for name, work in works.items():
-        work()
+def context(loading: str) -> dict[str, int]:
+    """Used once PyTorch has a context, and after the first kernels of each kind.
+
+    Args:
+        loading: `LAZY`, CUDA's own choice since 11.7, or `EAGER`, which loads all kernels at once.
+    """
+    os.environ["CUDA_MODULE_LOADING"] = loading
+    found = {"used before, by the driver": _used_by_driver()}
+
+    def after(name: str) -> None:
         torch.cuda.synchronize()
-        found[name] = used_bytes() - torch.cuda.memory_reserved()
+        found[f"after {name}"] = used_bytes() - torch.cuda.memory_reserved()
+
+    torch.zeros(1, device="cuda")
+    after("the first tensor")
+    values = torch.ones(512, 512, device="cuda", requires_grad=True)
+    functional.gelu(values * 2).sum().backward()
+    after("elementwise kernels")
+    (values @ values).sum().backward()
+    after("a matrix product")
+    (values.bfloat16() @ values.bfloat16()).sum().backward()
+    after("one in bfloat16")
+    images = torch.ones(8, 64, 32, 32, device="cuda")
+    layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
+    layer(images).sum().backward()
+    after("a convolution")
+    with torch.autocast("cuda", torch.bfloat16):
+        layer(images).float().sum().backward()
+    after("one in bfloat16 mixed precision")
+    query = torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    functional.scaled_dot_product_attention(query, query, query).float().sum().backward()
+    after("attention")
+    nn.LSTM(64, 64).cuda()(torch.ones(8, 8, 64, device="cuda"))[0].sum().backward()
+    after("an LSTM")
+    torch.optim.AdamW(layer.parameters()).step()
+    after("AdamW")
+    torch.linalg.svd(values.detach()[:64, :64])
+    after("a singular value decomposition")
+    torch.compile(lambda x: (x.sin() * 2).sum(-1))(values.detach())
+    after("a compiled function")
+    if distributed.is_nccl_available():
+        distributed.init_process_group(
+            "nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1
+        )
+        distributed.all_reduce(torch.ones(1 << 20, device="cuda"))
+        after("NCCL with one rank")
+        distributed.destroy_process_group()
     return found
 
 
-def _free_by_driver() -> int:
+def _used_by_driver() -> int:
     """Used before there is a context; -1 where NVML is not there."""
     try:
         import pynvml
@@ -105,9 +128,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a CUDA device takes besides tensors.")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "environment": environment,
-        "context_bytes": context,
+        "context_bytes": partial(context, "LAZY"),
+        "context_bytes_eager": partial(context, "EAGER"),
         "workspace_bytes": workspaces,
         "first_segments_bytes": first_segments,
     }

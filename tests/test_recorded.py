@@ -22,6 +22,7 @@ READERS = {
         "prediction/test_allocator_recorded.py",
         "prediction/test_allocator_recorded.py",
     ),
+    "convolutions_h200/*.json.gz": ("cuda/test_convolution.py", "cuda/test_convolution.py"),
     "convolutions_h100/*.json.gz": ("cuda/test_convolution.py", "cuda/test_convolution.py"),
     "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
     "plans/*.json.gz": ("cuda/test_convolution_plans.py", "convolution_plans.py"),

@@ -294,10 +294,9 @@ def is_cuda_refused() -> bool:
     return torch.cuda._is_in_bad_fork()
 
 
-def has_cuda_device() -> bool:
-    """Whether the driver finds a CUDA device, whatever a trace has PyTorch answer."""
-    count = getattr(torch._C, "_cuda_getDeviceCount", None)
-    return count is not None and count() > 0
+def is_cuda_initialized() -> bool:
+    """Whether this process uses CUDA, whatever a trace has `torch.cuda.is_initialized` answer."""
+    return torch.cuda._initialized
 
 
 def refuse_cuda() -> None:

@@ -35,7 +35,8 @@ class KeptPlans:
         except OutOfMemoryError:
             sizes_bytes = alloc.fallback.sizes_bytes() if alloc.fallback else ()
             # All are tried anew where a kept plan failed; else the first of them is what failed.
-            for size_bytes in sizes_bytes[0 if key in self._sizes else 1 :]:
+            has_failed = key not in self._sizes and sizes_bytes[:1] == (first_bytes,)
+            for size_bytes in sizes_bytes[1 if has_failed else 0 :]:
                 with suppress(OutOfMemoryError):
                     block = allocate(size_bytes) if size_bytes else None
                     self._sizes[key] = size_bytes

@@ -4,6 +4,7 @@ where there is a device.
 
 from dataclasses import replace
 
+import convolution_plans
 import pytest
 import torch
 from convolution_cases import (
@@ -18,6 +19,7 @@ from convolution_cases import (
     significant,
     truth,
 )
+from convolution_plans import first_plans
 
 import memcallback as mc
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp, OpenBlasHandles
@@ -115,6 +117,28 @@ def test_a_real_card_allocates_what_is_predicted_and_chooses_some_workspaces_its
         if MULTIPLY not in [*found, *steps]:  # another algorithm is one of cuBLAS
             assert kept(found) == kept(once(steps)), str(case)
     assert (num_others, len(compared)) == (282, 1476)
+
+
+def test_a_real_card_takes_the_workspace_of_the_plan_that_its_handle_puts_first(monkeypatch):
+    plans = zip(convolution_plans.questions(), first_plans("H200", "handle"), strict=True)
+    first = {asked: plan[1] for asked, plan in plans if plan is not None}
+    unknown = []
+
+    def answer(convolution, input_shape, card):
+        if (convolution, tuple(input_shape)) not in first:
+            unknown.append(convolution.dtype)
+        return first.get((convolution, tuple(input_shape)), 0)
+
+    monkeypatch.setattr(convolution_workspace, "workspace_bytes", answer)
+    (record,) = recorded("convolutions_h200")
+    num_compared = 0
+    for case in CASES:
+        if str(case) not in record["cases"] or case.dtype == "float64":
+            continue
+        found, _, _ = ours(case, find_device("H200"))
+        assert sorted(map(str, found)) == sorted(map(str, once(record["cases"][str(case)][0])))
+        num_compared += 1
+    assert (num_compared, unknown) == (1470, [])
 
 
 @pytest.mark.cuda

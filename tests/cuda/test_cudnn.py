@@ -375,3 +375,34 @@ def test_each_question_is_asked_with_the_device_hidden(installed, monkeypatch):
     assert workspace_bytes(THREE, (8, 64, 56, 56), H200) == 9
     assert seen == [""]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_plan_that_needs_a_device_comes_first_where_cudnn_finds_none(installed, monkeypatch):
+    pointwise, shape = replace(THREE, weight_shape=(64, 64, 1, 1), padding=(0, 0)), (8, 64, 56, 56)
+    installed(Library(instant=[([], 9), ([], 7)], version=90800))
+    monkeypatch.setattr(cudnn, "finds_device", lambda: False)
+    assert all_workspaces_bytes(pointwise, shape, H200)[:3] == (0, 9, 7)
+    assert workspace_bytes(pointwise, shape, H200) == 0
+    monkeypatch.setattr(cudnn, "finds_device", lambda: True)
+    assert all_workspaces_bytes(pointwise, shape, H200)[:2] == (9, 7)
+    assert workspace_bytes(pointwise, shape, H200) == 9
+
+
+def test_a_process_that_uses_cuda_is_known_to_have_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    assert cudnn.finds_device()
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    assert not cudnn.finds_device()
+
+
+def test_a_convolution_that_cudnn_refuses_has_no_plan_by_rule_either(installed, monkeypatch):
+    pointwise = replace(THREE, weight_shape=(64, 64, 1, 1), padding=(0, 0))
+    installed(Library(instant=[([], 9)], version=90800))
+
+    def refuse(*_):
+        raise cudnn.CuDNNError("refused")
+
+    monkeypatch.setattr(workspace._Query, "graph", refuse)
+    assert all_workspaces_bytes(pointwise, (8, 64, 56, 56), H200) == ()
+    assert workspace_bytes(pointwise, (8, 64, 56, 56), H200) is None

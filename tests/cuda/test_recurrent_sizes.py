@@ -7,12 +7,16 @@ from statistics import median
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memcallback.cuda.decompositions import rnn
 from memcallback.cuda.decompositions.recurrent_sizes import (
     RecurrentCall,
     reserve_bytes,
     workspace_bytes,
 )
+from memcallback.devices.catalogue import find_device
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "recurrent"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -25,10 +29,8 @@ def rows(dtype):
 
 
 def call_of(settings, is_training=True):
-    kind, layers, both, dropout, hidden, width, steps, _, proj, packed, first = settings
-    return RecurrentCall(
-        kind, width, hidden, proj, layers, dropout, is_training, both, first, packed * steps
-    )
+    kind, layers, both, dropout, hidden, width, _, _, proj, _, first = settings
+    return RecurrentCall(kind, width, hidden, proj, layers, dropout, is_training, both, first)
 
 
 def num_tokens_of(settings):
@@ -64,3 +66,19 @@ def test_the_workspace_is_within_a_tenth_with_four_exceptions(dtype, is_training
     assert median(map(abs, errors)) < 0.0015
     # float16 layers that read 512 numbers run another kernel, which is not understood.
     assert sum(abs(error) > 0.09 for error in errors) == (4 if dtype == "float16" else 0)
+
+
+def test_packed_sequences_count_the_tokens_that_are_there(monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        rnn, "reserve_bytes", lambda call, num_tokens, itemsize: counted.append(num_tokens) or 8
+    )
+    lengths = [7, 5, 2]
+    with FakeTensorMode():
+        lstm = nn.LSTM(4, 8)
+        tokens, batch_sizes = torch.zeros(sum(lengths), 4), torch.zeros(7, dtype=torch.int64)
+        state = torch.zeros(1, 3, 8)
+        kernel = rnn.rnn_kernels(find_device("H200"))["lstm.data"]
+        weights = list(lstm.parameters())
+        kernel(tokens, batch_sizes, [state, state], weights, True, 1, 0.0, True, False)
+    assert counted == [sum(lengths)]

@@ -17,7 +17,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
-from memcallback.core.torch_private import has_cuda_device, is_cuda_refused
+from memcallback.core.torch_private import is_cuda_initialized, is_cuda_refused
 from memcallback.devices.catalogue import DeviceSpec
 
 
@@ -222,8 +222,11 @@ def version() -> int | None:
 
 
 def finds_device() -> bool:
-    """Whether cuDNN finds a CUDA device: not in the child that predicts, where it is hidden."""
-    return not is_cuda_refused() and has_cuda_device()
+    """Whether cuDNN is known to find a CUDA device: not in the child, where it is hidden.
+
+    A process that does not use CUDA yet is not asked, which would initialize its driver.
+    """
+    return not is_cuda_refused() and is_cuda_initialized()
 
 
 @contextmanager
@@ -243,7 +246,7 @@ def device_hidden() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            os.environ.pop(name, None)
         else:
             os.environ[name] = before
 

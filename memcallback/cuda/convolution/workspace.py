@@ -19,7 +19,7 @@ from memcallback.devices.catalogue import DeviceSpec
 def workspace_or_estimate_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int:
-    """The workspace in bytes: cuDNN's answer, or without cuDNN a rule or the estimate."""
+    """The workspace in bytes: cuDNN's answer, or a rule, or the estimate."""
     size_bytes = workspace_bytes(convolution, input_shape, device)
     if size_bytes is None:
         size_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
@@ -81,7 +81,9 @@ def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
     """The workspace of the plan that PyTorch takes, in bytes; None if cuDNN cannot answer."""
-    return _workspace_bytes(convolution, tuple(input_shape), device, _mode())
+    return _workspace_bytes(
+        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
+    )
 
 
 def all_workspaces_bytes(
@@ -92,7 +94,9 @@ def all_workspaces_bytes(
     A plan fails if its workspace does not fit (`try_configs` in Conv_v8.cpp). Empty if cuDNN cannot
     answer.
     """
-    return _all_workspaces_bytes(convolution, tuple(input_shape), device, _mode())
+    return _all_workspaces_bytes(
+        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
+    )
 
 
 def _mode() -> int:
@@ -102,37 +106,53 @@ def _mode() -> int:
 
 @lru_cache(maxsize=65536)
 def _workspace_bytes(
-    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+    convolution: Convolution,
+    input_shape: tuple[int, ...],
+    device: DeviceSpec,
+    mode: int,
+    *,
+    finds_device: bool,
 ) -> int | None:
-    with suppress(CuDNNError), closing(_plans(convolution, input_shape, device, mode)) as plans:
+    plans = _plans(convolution, input_shape, device, mode, finds_device=finds_device)
+    with suppress(CuDNNError), closing(plans):
         return next(plans, None)
     return None
 
 
 @lru_cache(maxsize=4096)
 def _all_workspaces_bytes(
-    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+    convolution: Convolution,
+    input_shape: tuple[int, ...],
+    device: DeviceSpec,
+    mode: int,
+    *,
+    finds_device: bool,
 ) -> tuple[int, ...]:
     with suppress(CuDNNError):
-        return tuple(_plans(convolution, input_shape, device, mode))
+        return tuple(_plans(convolution, input_shape, device, mode, finds_device=finds_device))
     return ()
 
 
 def _plans(
-    convolution: Convolution, input_shape: tuple[int, ...], device: DeviceSpec, mode: int
+    convolution: Convolution,
+    input_shape: tuple[int, ...],
+    device: DeviceSpec,
+    mode: int,
+    *,
+    finds_device: bool,
 ) -> Generator[int]:
     """The workspace of each plan that the device can run, in the order in which PyTorch tries."""
     library = cudnn.load()
     if library is None:
         return
-    if not cudnn.finds_device():
-        first_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
-        if first_bytes is not None:
-            yield first_bytes
     with ExitStack() as stack:
         stack.enter_context(cudnn.device_hidden())
         query = _Query(library, stack, library.device(device))
         graph = query.graph(convolution, input_shape)
+        if not finds_device:
+            first_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
+            if first_bytes is not None:
+                yield first_bytes
         for heuristics in (mode, _MODE_FALLBACK):
             for config in query.configs(graph, heuristics):
                 engine = query.engine(config)

@@ -47,7 +47,6 @@ class RecurrentCall:
         train: Whether it saves for backward.
         bidirectional: Whether it runs in both directions.
         batch_first: Whether the batch is the first dimension.
-        num_steps: The number of time steps of packed sequences, else 0.
     """
 
     kind: str
@@ -59,7 +58,6 @@ class RecurrentCall:
     train: bool
     bidirectional: bool
     batch_first: bool
-    num_steps: int
 
     @property
     def num_directions(self) -> int:
@@ -112,7 +110,7 @@ def _per_token(call: RecurrentCall, dtype: torch.dtype) -> int:
     gates = _GATES[call.kind]
     forward = (directions * (gates + 1) + (4 if call.bidirectional else 0)) * hidden + read
     backward = 3 * directions * hidden + 3 * read
-    is_small = hidden <= _SMALL[call.kind] and dtype != torch.bfloat16
+    is_small = hidden <= _SMALL[call.kind] and dtype in (torch.float32, torch.float16)
     if is_small:
         forward += 4 * gates * hidden
         backward += 4 * (gates - 1 if call.kind == "lstm" else gates) * hidden
@@ -122,7 +120,7 @@ def _per_token(call: RecurrentCall, dtype: torch.dtype) -> int:
         forward += _rnn_training(call)
     elif call.num_layers > 1 and call.dropout > 0 and not call.bidirectional:
         forward += hidden
-    elif call.kind == "gru" and call.num_layers == 1 and not call.bidirectional:
+    elif call.kind == "gru" and (call.num_layers > 1) == call.bidirectional:
         forward += read
     if is_small:
         forward += _SMALL_TRAINING[call.kind] * hidden

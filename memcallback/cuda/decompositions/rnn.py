@@ -68,7 +68,6 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         hidden: Sequence[torch.Tensor],
         params: Sequence[torch.Tensor],
         *rest: Any,
-        steps: int,
     ) -> Any:
         _, num_layers, dropout, train, bidirectional, *batch_first = rest
         hx, cx = hidden[0], hidden[1] if kind == "lstm" else None
@@ -84,7 +83,6 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
             train,
             bidirectional,
             bool(batch_first and batch_first[0]),
-            steps,
         )
         dropout_state(call, x)
         x, hx, cx, params = _autocast(x, hx, cx, params)
@@ -95,7 +93,7 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         def kernel(x: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
             if not _acceptable(x):
                 return own_decomposition(f"{kind}.input")(x, hx, params, *rest)
-            return run(kind, x, hx if kind == "lstm" else [hx], params, *rest, steps=0)
+            return run(kind, x, hx if kind == "lstm" else [hx], params, *rest)
 
         return kernel
 
@@ -105,14 +103,7 @@ def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         ) -> Any:
             if not _acceptable(data):
                 return packed_kernels()[f"{kind}.data"](data, batch_sizes, hx, params, *rest)
-            return run(
-                kind,
-                data,
-                hx if kind == "lstm" else [hx],
-                params,
-                *rest,
-                steps=batch_sizes.shape[0],
-            )
+            return run(kind, data, hx if kind == "lstm" else [hx], params, *rest)
 
         return kernel
 
@@ -195,7 +186,7 @@ class _CudnnRNN(torch.autograd.Function):
     ) -> Any:
         out_size = (call.proj_size or call.hidden_size) * call.num_directions
         with_time_first = x.transpose(0, 1) if call.batch_first else x
-        num_tokens = _num_tokens(call, x, hx)
+        num_tokens = x.numel() // x.shape[-1]
         dense = with_time_first.contiguous()
         flat = _is_flat(weights)
         buffer = None if flat else weights[0].new_zeros(sum(weight.numel() for weight in weights))
@@ -226,7 +217,7 @@ class _CudnnRNN(torch.autograd.Function):
         grad_hy = torch.zeros_like(hx) if grad_hy is None else grad_hy
         grad_cy = torch.zeros_like(cx) if grad_cy is None and cx is not None else grad_cy
         first = x.transpose(0, 1) if call.batch_first else x
-        num_tokens = _num_tokens(call, x, hx)
+        num_tokens = x.numel() // x.shape[-1]
         dense = first.contiguous()
         grad_x, grad_hx = first.new_empty(first.shape), hx.new_empty(hx.shape)
         grad_cx = None if cx is None else cx.new_empty(cx.shape)
@@ -248,10 +239,6 @@ class _CudnnRNN(torch.autograd.Function):
             grad_cx,
             *views,
         )
-
-
-def _num_tokens(call: RecurrentCall, x: torch.Tensor, hx: torch.Tensor) -> int:
-    return call.num_steps * hx.shape[1] if call.num_steps else x.numel() // x.shape[-1]
 
 
 def _acceptable(x: torch.Tensor) -> bool:
