@@ -34,7 +34,7 @@ def context(loading: str) -> dict[str, int]:
     """Used once PyTorch has a context, and after the first kernels of each kind.
 
     Args:
-        loading: `LAZY`, CUDA's own choice since 11.7, or `EAGER`, which loads all kernels at once.
+        loading: `LAZY`, the default, loads a kernel when it first runs; `EAGER` all at once.
     """
     os.environ["CUDA_MODULE_LOADING"] = loading
     found = {"used before, by the driver": _used_by_driver()}
@@ -51,14 +51,14 @@ def context(loading: str) -> dict[str, int]:
     (values @ values).sum().backward()
     after("a matrix product")
     (values.bfloat16() @ values.bfloat16()).sum().backward()
-    after("one in bfloat16")
+    after("a matrix product in bfloat16")
     images = torch.ones(8, 64, 32, 32, device="cuda")
     layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
     layer(images).sum().backward()
     after("a convolution")
     with torch.autocast("cuda", torch.bfloat16):
         layer(images).float().sum().backward()
-    after("one in bfloat16 mixed precision")
+    after("a convolution in bfloat16 mixed precision")
     query = torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     functional.scaled_dot_product_attention(query, query, query).float().sum().backward()
     after("attention")

@@ -42,6 +42,7 @@ def questions():
 def first_plans(card, way):
     """For each question the engine's number and the workspace in bytes; None without a plan.
 
-    `way` is "without" a device, "with" one, or by the device's "handle", as PyTorch asks.
+    `way` is "without" a device, "with" one, with one that is "hidden", or by the device's "handle",
+    as PyTorch asks.
     """
     return _read(f"{card.replace(' ', '-')}.{way}")["first"]

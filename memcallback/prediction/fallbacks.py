@@ -34,7 +34,8 @@ class KeptPlans:
             return allocate(first_bytes) if first_bytes else None
         except OutOfMemoryError:
             sizes_bytes = alloc.fallback.sizes_bytes() if alloc.fallback else ()
-            # All are tried anew where a kept plan failed; else the first of them is what failed.
+            # Skip the first plan if it is the one that has just failed. Where a kept plan failed,
+            # try all.
             has_failed = key not in self._sizes and sizes_bytes[:1] == (first_bytes,)
             for size_bytes in sizes_bytes[1 if has_failed else 0 :]:
                 with suppress(OutOfMemoryError):

@@ -52,6 +52,17 @@ def test_the_rules_are_nearer_to_what_a_device_is_offered(card):
     assert error < error_without * (0.95 if card in ("T4", "V100") else 0.5)
 
 
+def test_a_hidden_device_changes_next_to_nothing():
+    device, differ = find_device("H200"), 0
+    answers = zip(
+        questions(), first_plans("H200", "without"), first_plans("H200", "hidden"), strict=True
+    )
+    for (convolution, shape), without, hidden in answers:
+        has_rule = workspace_that_needs_device_bytes(convolution, shape, device) is not None
+        differ += not has_rule and without and without[1] != hidden[1]
+    assert (differ, len(questions())) == (10, 2535)
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_no_rule_is_for_what_was_not_asked(card):
     device = find_device(card)

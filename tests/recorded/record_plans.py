@@ -16,9 +16,12 @@ import ctypes
 import gzip
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from convolution_plans import CARDS, RECORDED, questions
 
 from memcallback.cuda.convolution import cudnn, workspace
@@ -28,27 +31,17 @@ from memcallback.devices.catalogue import find_device
 _HANDLE, _GRAPH_HANDLE, _ENGINE_NUMBER = 0, 800, 1301
 
 
+@dataclass(frozen=True)
 class ByHandle(workspace._Query):
     """Asks with cuDNN's handle of this machine's device, as PyTorch does."""
 
-    def graph(self, convolution: Any, input_shape: Any) -> int:
-        """The graph of one operation, with the handle."""
-        handle = ctypes.c_void_p()
-        assert self.library._library.cudnnCreate(ctypes.byref(handle)) == 0
-        create = self.library.create
+    handle: int = 0
 
-        def with_handle(kind: int, stack: ExitStack) -> int:
-            made = create(kind, stack)
-            if kind == Kind.GRAPH:
-                self.library.set(made, _GRAPH_HANDLE, _HANDLE, handle.value)  # type: ignore[arg-type]
-            return made
-
-        self.library.create = with_handle  # type: ignore[method-assign]
-        try:
-            return super().graph(convolution, input_shape)
-        finally:
-            del self.library.create  # type: ignore[method-assign]
-            self.stack.callback(self.library._library.cudnnDestroy, handle)
+    def _create(self, kind: int) -> int:
+        made = super()._create(kind)
+        if kind == Kind.GRAPH:
+            self.library.set(made, _GRAPH_HANDLE, _HANDLE, self.handle)  # type: ignore[arg-type]
+        return made
 
     def configs(self, graph: int, mode: int) -> list[int]:
         """The heuristics' engine configurations for the device of the handle."""
@@ -62,6 +55,15 @@ class ByHandle(workspace._Query):
         return self.library.get(
             heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, room, made
         )
+
+
+def new_handle(library: cudnn.CuDNN) -> int:
+    """cuDNN's handle of this machine's device."""
+    handle = ctypes.c_void_p()
+    status = library._library.cudnnCreate(ctypes.byref(handle))
+    if status:
+        raise cudnn.CuDNNError(f"cuDNN made no handle (status {status})")
+    return int(handle.value or 0)
 
 
 def first_plan(query: workspace._Query, convolution: Any, shape: Any) -> list[int] | None:
@@ -85,21 +87,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORDED)
     parser.add_argument("--cards", nargs="*", default=CARDS)
     given = parser.parse_args()
+    if given.way == "handle" and len(given.cards) != 1:
+        parser.error("handle: name this machine's card with --cards")
+    if (given.way == "without") is torch.cuda.is_available():
+        parser.error(
+            f"{given.way}: this machine has {'a' if given.way == 'without' else 'no'} device"
+        )
     library = cudnn.load()
-    assert library is not None
+    if library is None:
+        parser.error("no cuDNN is installed that answers without a device")
     cudnn._C_TYPES[_HANDLE] = ctypes.c_void_p  # type: ignore[index]
+    handle = new_handle(library) if given.way == "handle" else 0
     for name in given.cards:
         card = find_device(name)
         answers = []
         for convolution, shape in questions():
             with ExitStack() as stack:
-                query: workspace._Query
-                if given.way == "handle":
-                    query = ByHandle(library, stack, 0)
-                else:
-                    query = workspace._Query(library, stack, library.device(card))
+                query = (
+                    ByHandle(library, stack, 0, handle)
+                    if handle
+                    else workspace._Query(library, stack, library.device(card))
+                )
                 answers.append(first_plan(query, convolution, shape))
-        document = {"meta": {"card": name, "cudnn": library.version}, "first": answers}
+        document = {
+            "meta": {"card": name, "cudnn": library.version, "date": str(date.today())},
+            "first": answers,
+        }
         path = given.out / f"{name.replace(' ', '-')}.{given.way}.json.gz"
         path.write_bytes(
             gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)

@@ -12,6 +12,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from datetime import date
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
+        "date": str(date.today()),
     }
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         rows = [[list(case), *sizes(case, dtype)] for case in cases()]

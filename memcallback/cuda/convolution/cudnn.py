@@ -222,9 +222,11 @@ def version() -> int | None:
 
 
 def finds_device() -> bool:
-    """Whether cuDNN is known to find a CUDA device: not in the child, where it is hidden.
+    """Whether this process uses CUDA, so that cuDNN finds a device.
 
-    A process that does not use CUDA yet is not asked, which would initialize its driver.
+    False in the child that predicts, where the device is hidden, and before CUDA is initialized:
+    asking would initialize the driver. A device that cuDNN finds all the same has the plans of the
+    rules in its list, so that they are there twice.
     """
     return not is_cuda_refused() and is_cuda_initialized()
 

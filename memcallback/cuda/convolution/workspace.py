@@ -19,7 +19,7 @@ from memcallback.devices.catalogue import DeviceSpec
 def workspace_or_estimate_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int:
-    """The workspace in bytes: cuDNN's answer, or a rule, or the estimate."""
+    """The bytes by a rule or cuDNN; where cuDNN cannot answer, by a rule or the estimate."""
     size_bytes = workspace_bytes(convolution, input_shape, device)
     if size_bytes is None:
         size_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
@@ -80,7 +80,7 @@ _OPERATION = {
 def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
-    """The workspace of the plan that PyTorch takes, in bytes; None if cuDNN cannot answer."""
+    """The bytes of the plan that PyTorch takes, by a rule or cuDNN; None if cuDNN cannot answer."""
     return _workspace_bytes(
         convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
     )
@@ -149,7 +149,7 @@ def _plans(
         stack.enter_context(cudnn.device_hidden())
         query = _Query(library, stack, library.device(device))
         graph = query.graph(convolution, input_shape)
-        if not finds_device:
+        if not finds_device and mode == _MODE_INSTANT:  # in mode B nothing was recorded
             first_bytes = workspace_that_needs_device_bytes(convolution, input_shape, device)
             if first_bytes is not None:
                 yield first_bytes

@@ -38,9 +38,9 @@ _COMPILED = (
     "Compiled code is predicted from what Inductor of PyTorch {} generates for the card. The "
     "values are for a training that finds this code in Inductor's cache. In 171 measured "
     "steps, a training that had to compile reserved at most 202 MiB more in its first step than "
-    "one that found the code, and at most 200 MiB more afterwards. Of 39 steps on a real H100, 27 "
-    "reserved within 3 % of the prediction, the others 11 % less to 19 % more, and one with "
-    "convolutions 90 % more."
+    "one that found the code, and at most 200 MiB more afterwards. Of 48 steps on a real H100 and "
+    "H200, 32 reserved within 3 % of the prediction, the others 11 % less to 22 % more, and one "
+    "with convolutions 90 % more."
 )
 #: The figures: benchmarks/compiled.py on a virtual H200, 2026-11-26, and
 #: benchmarks/compiled_sizes.py on virtual cards, 2026-11-27.
