@@ -118,7 +118,8 @@ def plans_of_a_virtual_device(monkeypatch):
 def as_the_virtual_device(monkeypatch):
     """Sizes of cuDNN as the virtual device had them for recordings; ours are of real cards.
 
-    It made up those of recurrent layers, and had no plan of a convolution that needs a device.
+    It made up those of recurrent layers, with the padding of packed sequences, and had no plan of a
+    convolution that needs a device.
     """
     from memcallback.cuda.convolution import cudnn, workspace
     from memcallback.cuda.decompositions import rnn
@@ -128,8 +129,25 @@ def as_the_virtual_device(monkeypatch):
     kept = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 6, "gru": 5}
     gates = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 
+    padded = {}
+    make = rnn.rnn_kernels
+
+    def with_padding(device):
+        def counted(kernel):
+            def count(data, batch_sizes, hx, *rest):
+                first = hx[0] if isinstance(hx, (list, tuple)) else hx
+                padded[len(data)] = len(batch_sizes) * first.shape[1]
+                return kernel(data, batch_sizes, hx, *rest)
+
+            return count
+
+        return {
+            name: counted(kernel) if name.endswith(".data") else kernel
+            for name, kernel in make(device).items()
+        }
+
     def units(call, num_tokens):
-        return num_tokens * call.hidden_size * call.num_directions
+        return padded.get(num_tokens, num_tokens) * call.hidden_size * call.num_directions
 
     def reserve(call, num_tokens, itemsize):
         masks = call.num_layers - 1 if call.dropout > 0 else 0
@@ -139,5 +157,6 @@ def as_the_virtual_device(monkeypatch):
     def worked_in(call, num_tokens, batch_size, dtype):
         return units(call, num_tokens) * (gates[call.kind] + 2) * dtype.itemsize
 
+    monkeypatch.setattr(rnn, "rnn_kernels", with_padding)
     monkeypatch.setattr(rnn, "reserve_bytes", reserve)
     monkeypatch.setattr(rnn, "workspace_bytes", worked_in)
