@@ -57,7 +57,7 @@ allocator() {
 export -f allocator share
 export out python jobs
 
-part facts 60 "$python" benchmarks/device_facts.py --out "$out/facts.json"
+part facts 120 "$python" benchmarks/device_facts.py --out "$out/facts.json"
 part overhead 120 "$python" benchmarks/overhead.py --device cuda --rounds 5 --out "$out"
 part per_module 60 "$python" benchmarks/per_module.py --device cuda --out "$out"
 deadline=$(( SECONDS + limit_s ))

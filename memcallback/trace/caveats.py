@@ -27,9 +27,8 @@ _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. Where it "
     "leaves out algorithms, rules found with cuDNN 9.19 say what they take. On the card cuDNN may "
     "choose others: of 76 trainings with convolutions on an H100, 63 reserved within 5 % of the "
-    "prediction, and one reserved 88 % more. "
-    "Another version of cuDNN changed the predicted reserved memory of convolution nets by -18 to "
-    "+8 %."
+    "prediction, and one reserved 88 % more. Another version of cuDNN changed the predicted "
+    "reserved memory of convolution nets by -18 to +8 %."
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "

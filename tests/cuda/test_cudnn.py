@@ -5,6 +5,7 @@ there is no cuDNN.
 import ctypes
 import json
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from memcallback.cuda.convolution.workspace import (
     workspace_bytes,
     workspace_or_estimate_bytes,
 )
+from memcallback.isolation.isolated import run_isolated
 
 H200, T4 = CARDS["NVIDIA H200"], CARDS["Tesla T4"]
 THREE = Convolution(Direction.FORWARD, (64, 64, 3, 3), (1, 1), (1, 1), (1, 1))
@@ -352,6 +354,19 @@ def test_the_child_that_predicts_hides_the_device_from_cudnn(monkeypatch, visibl
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
     assert not cudnn.finds_device()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="predictions run in this process elsewhere")
+def test_a_child_hides_the_device_and_its_parent_sees_it(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def asked(_):
+        with cudnn.device_hidden():
+            inside = os.environ["CUDA_VISIBLE_DEVICES"]
+        return inside, os.environ["CUDA_VISIBLE_DEVICES"], cudnn.finds_device()
+
+    assert run_isolated(asked) == ("", "0", False)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_in_another_process_the_devices_stay_visible(monkeypatch):

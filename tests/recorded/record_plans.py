@@ -2,11 +2,12 @@
 
     PYTHONPATH=.:tests python tests/recorded/record_plans.py without
     PYTHONPATH=.:tests python tests/recorded/record_plans.py with       # on a machine with a device
-    PYTHONPATH=.:tests python tests/recorded/record_plans.py handle     # the same, for its own card
+    PYTHONPATH=.:tests python tests/recorded/record_plans.py hidden     # there, made invisible
+    PYTHONPATH=.:tests python tests/recorded/record_plans.py handle --cards H200    # its own card
 
-`with` and `without` describe a card to cuDNN; `handle` asks as PyTorch does, with cuDNN's handle of
-the device. tests/cuda/test_convolution_plans.py reads the files; README.md beside this script tells
-the format.
+Most describe a card to cuDNN. `hidden` is for CUDA_VISIBLE_DEVICES="". `handle` asks as PyTorch
+does, with cuDNN's handle of the device. tests/cuda/test_convolution_plans.py reads the files;
+README.md beside this script tells the format.
 """
 
 from __future__ import annotations
@@ -83,15 +84,15 @@ def first_plan(query: workspace._Query, convolution: Any, shape: Any) -> list[in
 def main() -> None:
     """Record what cuDNN answers here."""
     parser = argparse.ArgumentParser(description="Record cuDNN's first plans.")
-    parser.add_argument("way", choices=("with", "without", "handle"))
+    parser.add_argument("way", choices=("with", "without", "hidden", "handle"))
     parser.add_argument("--out", type=Path, default=RECORDED)
     parser.add_argument("--cards", nargs="*", default=CARDS)
     given = parser.parse_args()
     if given.way == "handle" and len(given.cards) != 1:
         parser.error("handle: name this machine's card with --cards")
-    if (given.way == "without") is torch.cuda.is_available():
+    if (given.way in ("without", "hidden")) is torch.cuda.is_available():
         parser.error(
-            f"{given.way}: this machine has {'a' if given.way == 'without' else 'no'} device"
+            f"{given.way}: PyTorch finds {'a' if torch.cuda.is_available() else 'no'} device"
         )
     library = cudnn.load()
     if library is None:

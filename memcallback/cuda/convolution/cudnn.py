@@ -225,8 +225,8 @@ def finds_device() -> bool:
     """Whether this process uses CUDA, so that cuDNN finds a device.
 
     False in the child that predicts, where the device is hidden, and before CUDA is initialized:
-    asking would initialize the driver. A device that cuDNN finds all the same has the plans of the
-    rules in its list, so that they are there twice.
+    asking would initialize the driver. If cuDNN does find a device before that, some plans come
+    twice, from a rule and from cuDNN's list.
     """
     return not is_cuda_refused() and is_cuda_initialized()
 
@@ -235,8 +235,8 @@ def finds_device() -> bool:
 def device_hidden() -> Iterator[None]:
     """Let cuDNN find no device in the child that predicts; elsewhere nothing changes.
 
-    Where cuDNN finds a device, a question makes it open a context there: 531 MiB of an H200 for a
-    prediction that runs beside the training, and other answers than on a machine without a device.
+    Where cuDNN finds a device, a question makes it open a context there, beside the training, and
+    the answers are others than on a machine without a device.
     """
     if not is_cuda_refused():
         yield

@@ -63,7 +63,7 @@ def _pointwise_bytes(
     """Forward and input gradient take none; the weight gradient keeps one sum for each sample.
 
     In channels last the weight gradient is one product for all samples. cuBLASLt may split it;
-    its workspace (0 to 9 MiB) is not known.
+    its workspace is not known.
     """
     if convolution.direction is not Direction.BACKWARD_FILTER:
         return 0

@@ -117,7 +117,7 @@ def _per_token(call: RecurrentCall, dtype: torch.dtype) -> int:
         backward += 4 * (gates - 1 if call.kind == "lstm" else gates) * hidden
     if not call.train:
         return forward
-    # Found by trial: it fits all layers that were measured; we know no reason.
+    # Found by trial on the measured layers; we know no reason.
     if gates == 1:
         forward += _rnn_training(call)
     elif call.num_layers > 1 and call.dropout > 0 and not call.bidirectional:
