@@ -242,6 +242,13 @@ def test_a_plan_without_a_workspace_needs_no_room():
     assert result.steps[0].windows[0].peak_allocated_bytes == 40 * MiB
 
 
+def test_the_first_other_plan_is_tried_if_it_is_not_the_one_that_failed():
+    failing = workspace(1, 64)
+    others = failing._replace(fallback=Fallback(same, (16 * MiB, 12 * MiB)))
+    events = [Alloc(0, 40 * MiB), *step(phase(FORWARD, others, Free(1)))]
+    assert on_card(events, 60).block_bytes[1] == 16 * MiB
+
+
 def test_the_plan_that_ran_is_kept_for_its_problem_in_its_thread():
     first, again, elsewhere = (workspace(number, 64, 12) for number in (2, 4, 6))
     other = workspace(8, 66, 12)
