@@ -1,6 +1,7 @@
 """What a CUDA device takes besides tensors: context, workspaces, segments.
 
-The workspaces are those of cuBLAS and cuBLASLt, the segments those of the first allocations.
+The workspaces are those of cuBLAS and cuBLASLt, the segments those of the first allocations. For a
+Hopper GPU also how many clusters of multiprocessors run at once.
 
     python benchmarks/device_facts.py --out FILE
 
@@ -11,6 +12,7 @@ Each figure is taken in a process of its own. Used memory is the device's own fi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -123,6 +125,64 @@ def first_segments() -> dict[str, int]:
     return found
 
 
+class _Launch(ctypes.Structure):
+    """`CUlaunchConfig` of the driver."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class _ClusterSize(ctypes.Structure):
+    """A `CUlaunchAttribute` with the size of a cluster."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
+_EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k() { ret; }\n\0"
+#: So that a block has a multiprocessor for itself.
+_SHARED_BYTES, _THREADS = 200 * 1024, 384
+_DYNAMIC_SHARED_SIZE, _NON_PORTABLE_CLUSTER_SIZE, _CLUSTER_DIMENSION = 8, 14, 4
+
+
+def active_clusters() -> dict[str, int]:
+    """Blocks of a cluster -> clusters that run at once; empty before Hopper.
+
+    The driver's `cuOccupancyMaxActiveClusters`, for a kernel with 200 KiB of shared memory.
+    """
+    if torch.cuda.get_device_capability() < (9, 0):
+        return {}
+    torch.zeros(1, device="cuda")  # makes the context
+    driver, module, kernel = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+
+    def call(name: str, *arguments: object) -> None:
+        status = getattr(driver, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name}: error {status}")
+
+    call("cuModuleLoadData", ctypes.byref(module), _EMPTY_KERNEL)
+    call("cuModuleGetFunction", ctypes.byref(kernel), module, b"k")
+    call("cuFuncSetAttribute", kernel, _DYNAMIC_SHARED_SIZE, _SHARED_BYTES)
+    call("cuFuncSetAttribute", kernel, _NON_PORTABLE_CLUSTER_SIZE, 1)
+    found = {}
+    for size in range(1, 17):
+        attribute = _ClusterSize(_CLUSTER_DIMENSION, b"", (ctypes.c_uint * 16)(size, 1, 1))
+        where = ctypes.cast(ctypes.pointer(attribute), ctypes.c_void_p)
+        launch = _Launch(size * 64, 1, 1, _THREADS, 1, 1, _SHARED_BYTES, None, where, 1)
+        number = ctypes.c_int()
+        call("cuOccupancyMaxActiveClusters", ctypes.byref(number), kernel, ctypes.byref(launch))
+        found[str(size)] = number.value
+    return found
+
+
 def main() -> int:
     """Write them."""
     parser = argparse.ArgumentParser(description="What a CUDA device takes besides tensors.")
@@ -134,6 +194,7 @@ def main() -> int:
         "context_bytes_eager": partial(context, "EAGER"),
         "workspace_bytes": workspaces,
         "first_segments_bytes": first_segments,
+        "active_clusters": active_clusters,
     }
     answers = dict(in_processes_of_their_own(works))
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,15 +9,24 @@ from memcallback.cuda.convolution.call import Convolution, Direction
 
 RECORDED = Path(__file__).parent / "recorded" / "plans"
 CARDS = ("H200", "A100", "RTX 3090", "RTX 4090", "L4", "T4", "V100", "RTX 5090", "RTX PRO 6000")
+#: Cards that were asked by their handles.
+HOPPERS = ("H200", "H100")
+#: The questions that the rules were found with (drawn at random, and `CASES`), and others.
+SETS = ("questions", "again")
+
+
+def file_name(card, way, which):
+    """Where the answers for a card are."""
+    return f"{card.replace(' ', '-')}.{way}{'' if which == SETS[0] else f'.{which}'}.json.gz"
 
 
 def _read(name):
-    return json.loads(gzip.decompress((RECORDED / f"{name}.json.gz").read_bytes()))
+    return json.loads(gzip.decompress((RECORDED / name).read_bytes()))
 
 
-@lru_cache(maxsize=1)
-def questions():
-    """Convolutions with the shapes of their inputs: drawn at random, and `CASES`."""
+@lru_cache(maxsize=2)
+def questions(which=SETS[0]):
+    """Convolutions with the shapes of their inputs."""
     return [
         (
             Convolution(
@@ -34,15 +43,15 @@ def questions():
             tuple(shape),
         )
         for direction, dtype, weight, padding, stride, dilation, channels_last, shape in _read(
-            "questions"
+            f"{which}.json.gz"
         )
     ]
 
 
-def first_plans(card, way):
-    """For each question the engine's number and the workspace in bytes; None without a plan.
+def first_plans(card, way, which=SETS[0]):
+    """For each question the engine's number, the workspace in bytes, an H200's knobs; or None.
 
     `way` is "without" a device, "with" one, with one that is "hidden", or by the device's "handle",
     as PyTorch asks.
     """
-    return _read(f"{card.replace(' ', '-')}.{way}")["first"]
+    return _read(file_name(card, way, which))["first"]

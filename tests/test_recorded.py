@@ -26,6 +26,7 @@ READERS = {
     "convolutions_h100/*.json.gz": ("cuda/test_convolution.py", "cuda/test_convolution.py"),
     "convolutions/*.json.gz": ("cuda/test_convolution.py", "convolution_cases.py"),
     "plans/*.json.gz": ("cuda/test_convolution_plans.py", "convolution_plans.py"),
+    "stream_k/*.json.gz": ("cuda/test_stream_k.py", "cuda/test_stream_k.py"),
     "recurrent/*.json.gz": ("cuda/test_recurrent_sizes.py", "cuda/test_recurrent_sizes.py"),
     "kernels/a100.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),
     "kernels/h200.json": ("cuda/test_kernels.py", "cuda/test_kernels.py"),

@@ -1,68 +1,87 @@
-"""Plans that cuDNN offers only where it finds a device, beside what it offered with an H200.
+"""First plans by the rules for a device that is not there, beside cuDNN's answers with a device.
 
-The H200 was asked by its handle, as PyTorch asks; other cards were described to cuDNN.
+The H200 and the H100 were asked by their handles, as PyTorch asks; other cards were described to
+cuDNN on a machine with an H200.
 """
 
 from dataclasses import replace
 
 import pytest
-from convolution_plans import CARDS, first_plans, questions
+from convolution_plans import CARDS, HOPPERS, SETS, first_plans, questions
 
 from memcallback.core.units import MiB
 from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
+from memcallback.cuda.convolution.stream_k import workspace_on_device_bytes
 from memcallback.devices.catalogue import find_device
 
-#: Card -> of 100 plans, how many have a workspace within 1 MiB of cuDNN's answer with a device: as
-#: cuDNN answers without one, and with our rules.
+#: Set of questions, card -> of 100 plans, how many have a workspace within 1 MiB of cuDNN's answer
+#: with a device: as cuDNN answers without one, and with our rules.
 WITHIN_1_MIB = {
-    "H200": (77, 89),
-    "A100": (84, 94),
-    "RTX 3090": (86, 96),
-    "RTX 4090": (86, 95),
-    "L4": (86, 95),
-    "T4": (85, 90),
-    "V100": (89, 95),
-    "RTX 5090": (83, 94),
-    "RTX PRO 6000": (83, 94),
+    ("questions", "H200"): (77, 95),
+    ("questions", "H100"): (78, 95),
+    ("questions", "A100"): (84, 94),
+    ("questions", "RTX 3090"): (86, 96),
+    ("questions", "RTX 4090"): (86, 95),
+    ("questions", "L4"): (86, 95),
+    ("questions", "T4"): (85, 90),
+    ("questions", "V100"): (89, 95),
+    ("questions", "RTX 5090"): (83, 94),
+    ("questions", "RTX PRO 6000"): (83, 94),
+    ("again", "H200"): (76, 94),
+    ("again", "H100"): (77, 94),
 }
 
 
-def plans(card):
-    """Convolution, input, workspace without a device and with one, where both have a plan."""
-    way = "handle" if card == "H200" else "with"
-    found = zip(questions(), first_plans(card, "without"), first_plans(card, way), strict=True)
-    return [(*asked, without[1], true[1]) for asked, without, true in found if without and true]
+def plans(card, which):
+    """Convolution, input, first plan without a device and with one, where both have a plan."""
+    way = "handle" if card in HOPPERS else "with"
+    without = first_plans(card, "without", which)
+    found = zip(questions(which), without, first_plans(card, way, which), strict=True)
+    return [(*asked, without, true) for asked, without, true in found if without and true]
 
 
-@pytest.mark.parametrize("card", CARDS)
-def test_the_rules_are_nearer_to_what_a_device_is_offered(card):
-    device, asked = find_device(card), plans(card)
+def ours_bytes(convolution, shape, device, without):
+    """The workspace by our rules, from the first plan without a device."""
+    size_bytes = workspace_that_needs_device_bytes(convolution, shape, device)
+    if size_bytes is not None:
+        return size_bytes
+    engine, described_bytes, *knobs = without
+    if not knobs:
+        return described_bytes
+    return workspace_on_device_bytes(
+        convolution, shape, device, engine, dict(knobs[0]), described_bytes
+    )
+
+
+@pytest.mark.parametrize(("which", "card"), WITHIN_1_MIB)
+def test_the_rules_are_nearer_to_what_a_device_is_offered(which, card):
+    device, asked = find_device(card), plans(card, which)
     near_without = near = error_without = error = 0
-    for convolution, shape, without_bytes, true_bytes in asked:
-        rule_bytes = workspace_that_needs_device_bytes(convolution, shape, device)
-        ours_bytes = without_bytes if rule_bytes is None else rule_bytes
+    for convolution, shape, without, (_, true_bytes, *_knobs) in asked:
+        without_bytes = without[1]
+        our_bytes = ours_bytes(convolution, shape, device, without)
         near_without += abs(without_bytes - true_bytes) <= MiB
-        near += abs(ours_bytes - true_bytes) <= MiB
+        near += abs(our_bytes - true_bytes) <= MiB
         # Beyond 1 GiB PyTorch seldom has the room, and takes another plan.
         error_without += min(abs(without_bytes - true_bytes), 1024 * MiB)
-        error += min(abs(ours_bytes - true_bytes), 1024 * MiB)
+        error += min(abs(our_bytes - true_bytes), 1024 * MiB)
     assert len(asked) > 1700
-    assert (100 * near_without // len(asked), 100 * near // len(asked)) == WITHIN_1_MIB[card]
+    found = (100 * near_without // len(asked), 100 * near // len(asked))
+    assert found == WITHIN_1_MIB[which, card]
     assert error < error_without * (0.95 if card in ("T4", "V100") else 0.5)
 
 
 def test_what_the_rules_miss_is_known():
     too_low = too_high = too_low_without = too_high_without = 0
     for card in CARDS:
-        for convolution, shape, without_bytes, true_bytes in plans(card):
-            rule_bytes = workspace_that_needs_device_bytes(convolution, shape, find_device(card))
-            ours_bytes = without_bytes if rule_bytes is None else rule_bytes
-            too_low += ours_bytes < true_bytes - MiB
-            too_high += ours_bytes > true_bytes + MiB
-            too_low_without += without_bytes < true_bytes - MiB
-            too_high_without += without_bytes > true_bytes + MiB
-    assert (too_low, too_high) == (964, 277)
+        for convolution, shape, without, (_, true_bytes, *_knobs) in plans(card, SETS[0]):
+            our_bytes = ours_bytes(convolution, shape, find_device(card), without)
+            too_low += our_bytes < true_bytes - MiB
+            too_high += our_bytes > true_bytes + MiB
+            too_low_without += without[1] < true_bytes - MiB
+            too_high_without += without[1] > true_bytes + MiB
+    assert (too_low, too_high) == (836, 265)
     assert (too_low_without, too_high_without) == (724, 2534)
 
 

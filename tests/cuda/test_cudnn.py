@@ -18,6 +18,7 @@ from memcallback.core.units import MiB
 from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, Kind
+from memcallback.cuda.convolution.stream_k import Knob
 from memcallback.cuda.convolution.workspace import (
     all_workspaces_bytes,
     estimated_workspace_bytes,
@@ -42,8 +43,9 @@ class Function:
 
 
 class Library:
-    """As much of cuDNN as a question needs: engines with their notes and workspaces, None for one
-    that the device cannot run. With `compiles`, a plan takes a compiler, which nobody has.
+    """As much of cuDNN as a question needs: engines with their notes, workspaces (None for one that
+    the device cannot run) and, where it matters, numbers and knobs. With `compiles`, a plan takes a
+    compiler, which nobody has.
     """
 
     def __init__(self, instant=(), fallback=(), version=91900, schema=4, *, compiles=False):
@@ -108,6 +110,17 @@ class Library:
             notes = mine["engine"][0]
             values[: len(notes)] = notes
             count._obj.value = len(notes)
+        elif attribute == Attribute.ENGINE_NUMBER:
+            values[0] = mine["engine"][2] if len(mine["engine"]) > 2 else 0
+            count._obj.value = 1
+        elif attribute == Attribute.CONFIG_KNOBS:
+            knobs = mine["engine"][3] if len(mine["engine"]) > 3 else {}
+            for choice, knob in zip(values, knobs.items(), strict=False):
+                self.attributes[choice]["knob"] = knob
+            count._obj.value = len(knobs)
+        elif attribute in (Attribute.KNOB_TYPE, Attribute.KNOB_VALUE):
+            values[0] = mine["knob"][attribute == Attribute.KNOB_VALUE]
+            count._obj.value = 1
         elif attribute == Attribute.ENGINE_BEHAVIOR:
             values[0] = 0
             count._obj.value = int(self.compiles)
@@ -421,3 +434,15 @@ def test_a_convolution_that_cudnn_refuses_has_no_plan_by_rule_either(installed, 
     monkeypatch.setattr(workspace._Query, "graph", refuse)
     assert all_workspaces_bytes(pointwise, (8, 64, 56, 56), H200) == ()
     assert workspace_bytes(pointwise, (8, 64, 56, 56), H200) is None
+
+
+def test_a_plan_that_shares_tiles_takes_what_the_device_needs_for_it(installed):
+    # 3,136 tiles in clusters of 8: an H200 has 16 left over, which 7 share, the described card 0.
+    knobs = {Knob.TILE_SIZE: 0, Knob.TILE_K: 1, Knob.WORKSPACE: 0, Knob.CLUSTER_M: 8}
+    convolution = replace(THREE, weight_shape=(240, 384, 3, 3), dtype="float16")
+    installed(Library([([TENSOR_CORE], MiB + 131, 62, knobs)]))
+    found = workspace_bytes(convolution, (16, 384, 112, 112), H200)
+    counters = 4 + 127 + 32 + 4 * 16 * (4 + 2 + 1)
+    assert found == MiB + 16 * 7 * 128 * 128 * 4 + counters
+    installed(Library([([TENSOR_CORE], MiB + 131, 62, knobs)]))
+    assert workspace_bytes(convolution, (16, 384, 112, 112), T4) == MiB + 131

@@ -5,6 +5,7 @@
     PYTHONPATH=.:tests python tests/recorded/record_plans.py hidden     # there, made invisible
     PYTHONPATH=.:tests python tests/recorded/record_plans.py handle --cards H200    # its own card
 
+`--questions again` asks about the second set. For a Hopper GPU the knobs of a plan are recorded.
 Most describe a card to cuDNN. `hidden` is for CUDA_VISIBLE_DEVICES="". `handle` asks as PyTorch
 does, with cuDNN's handle of the device. tests/cuda/test_convolution_plans.py reads the files;
 README.md beside this script tells the format.
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convolution_plans import CARDS, RECORDED, questions
+from convolution_plans import CARDS, RECORDED, SETS, file_name, questions
 
 from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.cudnn import Attribute, Kind, Type
+from memcallback.cuda.convolution.stream_k import HOPPER
 from memcallback.devices.catalogue import find_device
 
-_HANDLE, _GRAPH_HANDLE, _ENGINE_NUMBER = 0, 800, 1301
+_HANDLE, _GRAPH_HANDLE = 0, 800
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,8 @@ class ByHandle(workspace._Query):
             self.library.set(made, _GRAPH_HANDLE, _HANDLE, self.handle)  # type: ignore[arg-type]
         return made
 
-    def configs(self, graph: int, mode: int) -> list[int]:
-        """The heuristics' engine configurations for the device of the handle."""
-        heuristics = self._create(Kind.HEURISTICS)
-        self.library.set(heuristics, Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, graph)
-        self.library.set(heuristics, Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, mode)
-        if not self.library.finalize(heuristics):
-            return []
-        room = self.library.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
-        made = [self._create(Kind.ENGINE_CONFIG) for _ in range(room)]
-        return self.library.get(
-            heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR, room, made
-        )
+    def _for_device(self, descriptor: int, attribute: Attribute) -> None:
+        """The graph has the handle, which names the device."""
 
 
 def new_handle(library: cudnn.CuDNN) -> int:
@@ -67,17 +59,19 @@ def new_handle(library: cudnn.CuDNN) -> int:
     return int(handle.value or 0)
 
 
-def first_plan(query: workspace._Query, convolution: Any, shape: Any) -> list[int] | None:
-    """The engine's number and the workspace in bytes of the plan that PyTorch tries first."""
+def first_plan(
+    query: workspace._Query, convolution: Any, shape: Any, *, has_knobs: bool
+) -> list[Any] | None:
+    """The plan that PyTorch tries first: the engine's number, the workspace in bytes, knobs."""
     graph = query.graph(convolution, shape)
     for mode in (workspace._MODE_INSTANT, workspace._MODE_FALLBACK):
         for config in query.configs(graph, mode):
             engine = query.engine(config)
             if workspace._is_filtered(convolution, query.notes(engine)):
                 continue
-            number = query.library.get(engine, _ENGINE_NUMBER, Type.INT64, 1)[0]  # type: ignore[arg-type]
             size_bytes = query.library.get(config, Attribute.CONFIG_WORKSPACE, Type.INT64, 1)[0]
-            return [number, size_bytes]
+            knobs = [sorted(query.knobs(config).items())] if has_knobs else []
+            return [query.number(engine), size_bytes, *knobs]
     return None
 
 
@@ -87,6 +81,7 @@ def main() -> None:
     parser.add_argument("way", choices=("with", "without", "hidden", "handle"))
     parser.add_argument("--out", type=Path, default=RECORDED)
     parser.add_argument("--cards", nargs="*", default=CARDS)
+    parser.add_argument("--questions", choices=SETS, default=SETS[0])
     given = parser.parse_args()
     if given.way == "handle" and len(given.cards) != 1:
         parser.error("handle: name this machine's card with --cards")
@@ -102,19 +97,20 @@ def main() -> None:
     for name in given.cards:
         card = find_device(name)
         answers = []
-        for convolution, shape in questions():
+        has_knobs = card.compute_capability == HOPPER
+        for convolution, shape in questions(given.questions):
             with ExitStack() as stack:
                 query = (
                     ByHandle(library, stack, 0, handle)
                     if handle
                     else workspace._Query(library, stack, library.device(card))
                 )
-                answers.append(first_plan(query, convolution, shape))
+                answers.append(first_plan(query, convolution, shape, has_knobs=has_knobs))
         document = {
             "meta": {"card": name, "cudnn": library.version, "date": str(date.today())},
             "first": answers,
         }
-        path = given.out / f"{name.replace(' ', '-')}.{given.way}.json.gz"
+        path = given.out / file_name(name, given.way, given.questions)
         path.write_bytes(
             gzip.compress(json.dumps(document, separators=(",", ":")).encode(), mtime=0)
         )

@@ -13,6 +13,7 @@ from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
+from memcallback.cuda.convolution.stream_k import HOPPER, workspace_on_device_bytes
 from memcallback.devices.catalogue import DeviceSpec
 
 
@@ -65,6 +66,8 @@ _CROSS_CORRELATION = 1
 _MODE_INSTANT, _MODE_B, _MODE_FALLBACK = 0, 1, 2
 _NOTE_TENSOR_CORE, _NOTE_DOWN_CONVERT_INPUTS, _NOTE_NONDETERMINISTIC, _NUM_NOTES = 0, 1, 4, 10
 _COMPILED_WHEN_PLANNED = 0
+#: More than a plan has; cuDNN does not say how many.
+_NUM_KNOBS = 20
 #: The caching allocator aligns to 512 bytes, but Conv_v8.cpp promises cuDNN only 32.
 _ALIGNMENT = 32
 
@@ -163,8 +166,18 @@ def _plans(
                     if query.is_compiled(engine)
                     else query.plan_workspace(config)
                 )
-                if size_bytes is not None:
-                    yield size_bytes
+                if size_bytes is None:
+                    continue
+                if device.compute_capability == HOPPER:
+                    size_bytes = workspace_on_device_bytes(
+                        convolution,
+                        input_shape,
+                        device,
+                        query.number(engine),
+                        query.knobs(config),
+                        size_bytes,
+                    )
+                yield size_bytes
 
 
 def _is_filtered(convolution: Convolution, notes: Sequence[int]) -> bool:
@@ -215,7 +228,7 @@ class _Query:
         heuristics = self._create(Kind.HEURISTICS)
         self.library.set(heuristics, Attribute.HEURISTICS_GRAPH, Type.DESCRIPTOR, graph)
         self.library.set(heuristics, Attribute.HEURISTICS_MODE, Type.HEURISTICS_MODE, mode)
-        self.library.set(heuristics, Attribute.HEURISTICS_DEVICE, Type.DESCRIPTOR, self.device)
+        self._for_device(heuristics, Attribute.HEURISTICS_DEVICE)
         if not self.library.finalize(heuristics):
             return []
         count = self.library.count(heuristics, Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
@@ -229,6 +242,21 @@ class _Query:
         engine = self._create(Kind.ENGINE)
         self.library.get(config, Attribute.CONFIG_ENGINE, Type.DESCRIPTOR, 1, (engine,))
         return engine
+
+    def number(self, engine: int) -> int:
+        """An engine's number among those of its kind of operation."""
+        return self.library.get(engine, Attribute.ENGINE_NUMBER, Type.INT64, 1)[0]
+
+    def knobs(self, config: int) -> dict[int, int]:
+        """What a configuration chooses: kind of choice -> value."""
+        made = [self._create(Kind.KNOB_CHOICE) for _ in range(_NUM_KNOBS)]
+        chosen = self.library.get(config, Attribute.CONFIG_KNOBS, Type.DESCRIPTOR, _NUM_KNOBS, made)
+        return {
+            self.library.get(knob, Attribute.KNOB_TYPE, Type.KNOB, 1)[0]: self.library.get(
+                knob, Attribute.KNOB_VALUE, Type.INT64, 1
+            )[0]
+            for knob in chosen
+        }
 
     def notes(self, engine: int) -> list[int]:
         """An engine's numerical notes."""
@@ -254,12 +282,16 @@ class _Query:
         """The workspace of a configuration's plan; None if the device cannot run it."""
         plan = self._create(Kind.PLAN)
         self.library.set(plan, Attribute.PLAN_CONFIG, Type.DESCRIPTOR, config)
-        self.library.set(plan, Attribute.PLAN_DEVICE, Type.DESCRIPTOR, self.device)
+        self._for_device(plan, Attribute.PLAN_DEVICE)
         return (
             self.library.get(plan, Attribute.PLAN_WORKSPACE, Type.INT64, 1)[0]
             if self.library.finalize(plan)
             else None
         )
+
+    def _for_device(self, descriptor: int, attribute: Attribute) -> None:
+        """Ask for the described device."""
+        self.library.set(descriptor, attribute, Type.DESCRIPTOR, self.device)
 
     def _geometry(self, convolution: Convolution) -> int:
         descriptor = self._create(Kind.CONVOLUTION)
