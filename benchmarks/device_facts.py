@@ -154,11 +154,11 @@ _DYNAMIC_SHARED_SIZE, _NON_PORTABLE_CLUSTER_SIZE, _CLUSTER_DIMENSION = 8, 14, 4
 
 
 def active_clusters() -> dict[str, int]:
-    """Blocks of a cluster -> clusters that run at once; empty before Hopper.
+    """Blocks of a cluster -> clusters that run at once; empty if it is no Hopper GPU.
 
     The driver's `cuOccupancyMaxActiveClusters`, for a kernel with 200 KiB of shared memory.
     """
-    if torch.cuda.get_device_capability() < (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         return {}
     torch.zeros(1, device="cuda")  # makes the context
     driver, module, kernel = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()

@@ -11,8 +11,9 @@ RECORDED = Path(__file__).parent / "recorded" / "plans"
 CARDS = ("H200", "A100", "RTX 3090", "RTX 4090", "L4", "T4", "V100", "RTX 5090", "RTX PRO 6000")
 #: Cards that were asked by their handles.
 HOPPERS = ("H200", "H100")
-#: The questions that the rules were found with (drawn at random, and `CASES`), and others.
-SETS = ("questions", "again")
+#: The questions that the rules were found with (drawn at random, and `CASES`), others drawn anew,
+#: and those of the trainings of `benchmarks/accuracy_configs.py`.
+SETS = ("questions", "again", "trainings")
 
 
 def file_name(card, way, which):
@@ -24,7 +25,7 @@ def _read(name):
     return json.loads(gzip.decompress((RECORDED / name).read_bytes()))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def questions(which=SETS[0]):
     """Convolutions with the shapes of their inputs."""
     return [
@@ -49,9 +50,10 @@ def questions(which=SETS[0]):
 
 
 def first_plans(card, way, which=SETS[0]):
-    """For each question the engine's number, the workspace in bytes, an H200's knobs; or None.
+    """For each question the engine's number, the workspace in bytes, maybe knobs; or None.
 
     `way` is "without" a device, "with" one, with one that is "hidden", or by the device's "handle",
-    as PyTorch asks.
+    as PyTorch asks. Knobs, [knob, value] each, are there for `HOPPERS` where `way` is "without" or
+    "handle".
     """
     return _read(file_name(card, way, which))["first"]

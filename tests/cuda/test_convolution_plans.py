@@ -10,6 +10,7 @@ import pytest
 from convolution_plans import CARDS, HOPPERS, SETS, first_plans, questions
 
 from memcallback.core.units import MiB
+from memcallback.cuda.convolution import cudnn, workspace
 from memcallback.cuda.convolution.call import Convolution, Direction
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
 from memcallback.cuda.convolution.stream_k import workspace_on_device_bytes
@@ -30,6 +31,7 @@ WITHIN_1_MIB = {
     ("questions", "RTX PRO 6000"): (83, 94),
     ("again", "H200"): (76, 94),
     ("again", "H100"): (77, 94),
+    ("trainings", "H200"): (56, 93),
 }
 
 
@@ -85,6 +87,20 @@ def test_what_the_rules_miss_is_known():
     assert (too_low_without, too_high_without) == (724, 2534)
 
 
+@pytest.mark.parametrize("card", HOPPERS)
+def test_an_installed_cudnn_is_read_as_its_plans_were_recorded(card, monkeypatch):
+    if cudnn.version() != 91900:
+        pytest.skip("needs the cuDNN whose plans are recorded")
+    monkeypatch.setattr(cudnn, "finds_device", lambda: False)
+    device = find_device(card)
+    for (convolution, shape), without in zip(
+        questions()[::20], first_plans(card, "without")[::20], strict=True
+    ):
+        if without and workspace_that_needs_device_bytes(convolution, shape, device) is None:
+            found = workspace.workspace_bytes(convolution, shape, device)
+            assert found == ours_bytes(convolution, shape, device, without)
+
+
 def test_by_its_handle_a_device_takes_more_for_some_plans_than_as_a_described_card():
     both = zip(first_plans("H200", "handle"), first_plans("H200", "with"), strict=True)
     more = [real[1] - told[1] for real, told in both if real[0] == told[0]]
@@ -130,3 +146,29 @@ def test_depthwise_convolutions_of_three_dimensions_have_no_rule():
     )
     shape = (4, 16, 8, 28, 28)
     assert workspace_that_needs_device_bytes(convolution, shape, find_device("H200")) is None
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "shape", "kernel", "has_rule"),
+    [
+        ("H200", "float16", (64, 144, 56, 56), 3, False),
+        ("H200", "float16", (64, 576, 14, 14), 3, True),
+        ("H200", "bfloat16", (64, 144, 56, 56), 3, True),
+        ("H200", "float16", (64, 144, 56, 56), 7, True),
+        ("A100", "float16", (64, 144, 56, 56), 3, True),
+    ],
+    ids=["many pixels", "few pixels", "bfloat16", "large kernel", "before Hopper"],
+)
+def test_a_depthwise_gradient_of_many_pixels_is_copied_on_hopper(
+    card, dtype, shape, kernel, has_rule
+):
+    convolution = Convolution(
+        Direction.BACKWARD_FILTER,
+        (shape[1], 1, kernel, kernel),
+        (kernel // 2, kernel // 2),
+        (1, 1),
+        (1, 1),
+        dtype=dtype,
+    )
+    size_bytes = workspace_that_needs_device_bytes(convolution, shape, find_device(card))
+    assert size_bytes == (0 if has_rule else None)

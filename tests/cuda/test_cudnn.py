@@ -285,6 +285,14 @@ def test_a_library_that_is_too_old_or_none_of_cudnn_is_passed_over(paths):
     assert cudnn.load().version == 91000
 
 
+def test_a_library_that_can_describe_no_device_is_passed_over(paths):
+    # cuDNN 9.28 without a CUDA driver.
+    paths("lame", "good", lame=Library(version=92801, schema=0), good=Library(version=91900))
+    assert (cudnn.is_available(), cudnn.version()) == (True, 91900)
+    paths("lame", lame=Library(version=92801, schema=0))
+    assert (cudnn.is_available(), cudnn.version()) == (False, None)
+
+
 def test_no_library_is_no_cudnn(paths):
     paths("gone")
     assert cudnn.load() is None
@@ -446,3 +454,17 @@ def test_a_plan_that_shares_tiles_takes_what_the_device_needs_for_it(installed):
     assert found == MiB + 16 * 7 * 128 * 128 * 4 + counters
     installed(Library([([TENSOR_CORE], MiB + 131, 62, knobs)]))
     assert workspace_bytes(convolution, (16, 384, 112, 112), T4) == MiB + 131
+
+
+def test_plans_after_the_first_take_what_the_device_needs_for_them_too(installed):
+    knobs = {Knob.TILE_SIZE: 0, Knob.TILE_K: 1, Knob.WORKSPACE: 0, Knob.CLUSTER_M: 8}
+    convolution = replace(THREE, weight_shape=(240, 384, 3, 3), dtype="float16")
+    installed(Library([([TENSOR_CORE], 7), ([TENSOR_CORE], MiB + 131, 62, knobs)]))
+    first, second = all_workspaces_bytes(convolution, (16, 384, 112, 112), H200)
+    assert (first, second > 8 * MiB) == (7, True)
+
+
+def test_knobs_are_read_only_where_they_matter(installed):
+    library = installed(Library(instant=[([], 9, 61, {Knob.TILE_SIZE: 0})]))
+    assert ask() == 9
+    assert Kind.KNOB_CHOICE not in library.kinds.values()

@@ -77,6 +77,7 @@ def test_products_take_what_is_predicted_to_the_byte(card, num_exact):
         ("H200", SETS[1], (102, 267, 269)),
         ("H100", SETS[0], (183, 481, 481)),
         ("H100", SETS[1], (102, 269, 269)),
+        ("H200", SETS[2], (370, 1158, 1168)),
     ],
 )
 def test_first_plans_take_what_is_predicted_to_the_byte(card, which, counts):
@@ -107,10 +108,15 @@ def test_partial_sums_are_one_for_each_that_shares_a_tile():
     assert sums < found < sums + 1024
 
 
-def test_on_half_as_many_multiprocessors_fewer_share_a_tile():
+def test_on_other_numbers_of_multiprocessors_other_tiles_are_left_over():
+    # 98 tiles, one at a time: all at once on 132 multiprocessors; on 66 there are 32 left over,
+    # which two share.
+    asked, shape = convolution(weight_shape=(128, 384, 3, 3)), (1, 384, 112, 112)
+    knobs = {**KNOBS, Knob.CLUSTER_M: 1}
+    assert stream_k_bytes(asked, shape, H200, ENGINE, knobs) == 0
+    sums, counters = 32 * 2 * 128 * 128 * 4, 32 * 4 + 32 + 127
     half = replace(H200, num_multiprocessors=66)
-    found = stream_k_bytes(convolution(), SHAPE, half, ENGINE, KNOBS)
-    assert 0 < found < stream_k_bytes(convolution(), SHAPE, H200, ENGINE, KNOBS)
+    assert stream_k_bytes(asked, shape, half, ENGINE, knobs) == sums + counters
 
 
 @pytest.mark.parametrize(
@@ -123,8 +129,22 @@ def test_on_half_as_many_multiprocessors_fewer_share_a_tile():
         (convolution(), SHAPE, H200, ENGINE, {**KNOBS, Knob.TILE_SIZE: 2}),
         (convolution(), SHAPE, H200, ENGINE, {**KNOBS, Knob.TILE_K: 2}),
         (convolution(weight_shape=(240, 192, 3, 3)), SHAPE, H200, ENGINE, KNOBS),
+        (convolution(dtype="float64"), SHAPE, H200, ENGINE, {**KNOBS, Knob.TILE_SIZE: 2}),
+        (convolution(), SHAPE, H200, ENGINE, {**KNOBS, Knob.CLUSTER_N: 0}),
+        (convolution(direction=Direction.BACKWARD_FILTER), (0, *SHAPE[1:]), H200, 65, KNOBS),
     ],
-    ids=["before Hopper", "after Hopper", "engine", "no knobs", "tile", "step", "groups"],
+    ids=[
+        "before Hopper",
+        "after Hopper",
+        "engine",
+        "no knobs",
+        "tile",
+        "step",
+        "groups",
+        "dtype",
+        "cluster",
+        "empty batch",
+    ],
 )
 def test_other_plans_keep_what_cudnn_says(asked, shape, card, engine, knobs):
     assert stream_k_bytes(asked, shape, card, engine, knobs) is None
@@ -132,7 +152,8 @@ def test_other_plans_keep_what_cudnn_says(asked, shape, card, engine, knobs):
 
 
 def test_what_cudnn_says_stands_where_the_rule_takes_more_for_the_described_card():
-    leftover = convolution(weight_shape=(128, 384, 3, 3))  # 98 x 1 tiles, 2 over on 16
+    # 25 clusters of 8 tiles: 1 is left over, for two clusters.
+    leftover = convolution(weight_shape=(128, 384, 3, 3))
     shape = (4, 384, 56, 56)
     described = stream_k_bytes(leftover, shape, H200, ENGINE, KNOBS, is_described=True)
     assert described > MiB

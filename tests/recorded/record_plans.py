@@ -5,7 +5,8 @@
     PYTHONPATH=.:tests python tests/recorded/record_plans.py hidden     # there, made invisible
     PYTHONPATH=.:tests python tests/recorded/record_plans.py handle --cards H200    # its own card
 
-`--questions again` asks about the second set. For a Hopper GPU the knobs of a plan are recorded.
+`--cards H200 H100` and `--questions again` or `trainings` ask about these cards alone, and about
+another set of questions. For a Hopper GPU the knobs of a plan are recorded.
 Most describe a card to cuDNN. `hidden` is for CUDA_VISIBLE_DEVICES="". `handle` asks as PyTorch
 does, with cuDNN's handle of the device. tests/cuda/test_convolution_plans.py reads the files;
 README.md beside this script tells the format.
@@ -32,6 +33,7 @@ from memcallback.cuda.convolution.stream_k import HOPPER
 from memcallback.devices.catalogue import find_device
 
 _HANDLE, _GRAPH_HANDLE = 0, 800
+cudnn._C_TYPES[_HANDLE] = ctypes.c_void_p  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,11 @@ def main() -> None:
         parser.error(
             f"{given.way}: PyTorch finds {'a' if torch.cuda.is_available() else 'no'} device"
         )
+    if given.way == "hidden":
+        ctypes.CDLL("libcuda.so.1")  # else nothing is hidden
     library = cudnn.load()
     if library is None:
         parser.error("no cuDNN is installed that answers without a device")
-    cudnn._C_TYPES[_HANDLE] = ctypes.c_void_p  # type: ignore[index]
     handle = new_handle(library) if given.way == "handle" else 0
     for name in given.cards:
         card = find_device(name)

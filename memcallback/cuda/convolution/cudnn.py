@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from memcallback.core.torch_private import is_cuda_initialized, is_cuda_refused
-from memcallback.devices.catalogue import DeviceSpec
+from memcallback.devices.catalogue import CATALOGUE, DeviceSpec
 
 
 class Kind(IntEnum):
@@ -177,6 +177,15 @@ class CuDNN:
         self._check(not self.finalize(descriptor), "a descriptor was refused")
         return descriptor
 
+    def describes_devices(self) -> bool:
+        """Whether a device can be described; not if a library that cuDNN loads then is missing."""
+        try:
+            with device_hidden():
+                self.device(CATALOGUE[0])
+        except CuDNNError:
+            return False
+        return True
+
     def device(self, device: DeviceSpec) -> int:
         """The descriptor of a device, created once."""
         facts = _facts(device, self.version)
@@ -205,13 +214,16 @@ class CuDNN:
 
 @lru_cache(maxsize=1)
 def load() -> CuDNN | None:
-    """Load the installed cuDNN, 9.8 or newer, which answers without a device; None without one."""
+    """Load the installed cuDNN, if it answers without a device; None without one.
+
+    9.8 and newer do, but from 9.28 on only where a CUDA driver is installed.
+    """
     for path in [*_package_libraries(), "libcudnn.so.9"]:
         try:
             library = CuDNN(ctypes.CDLL(path))
         except (OSError, AttributeError):
             continue
-        if library.version >= _OLDEST:
+        if library.version >= _OLDEST and library.describes_devices():
             return library
     return None
 

@@ -1,14 +1,16 @@
 """What a Hopper GPU takes for convolutions whose last tiles are shared among multiprocessors.
 
-cuDNN computes a convolution as a product of matrices, in tiles, one for each cluster of
-multiprocessors at a time. Where too few tiles remain for all clusters, several clusters share each
-of them (stream-K): they split the sum, and keep partial sums in the workspace. How many clusters
-run at once, a described device does not say: cuDNN then counts those of 18 multiprocessors.
+Some of cuDNN's plans compute a convolution as a product of matrices, in tiles: each cluster of
+multiprocessors computes one tile at a time, or some side by side. Where too few tiles remain for
+all clusters, several clusters share each of them (stream-K): they split the sum, and keep partial
+sums in the workspace. Then they add these pairwise, in levels. How many clusters run at once, a
+described device does not say: cuDNN then counts those of 18 multiprocessors.
 
-We found these rules by asking cuDNN 9.19 on an H200 about products of many sizes (2026-11-27).
-`tests/cuda/test_stream_k.py` says how often they are right for others, on an H200 and an H100:
-seldom wrong, by one choice of how many share. Osama et al., https://arxiv.org/abs/2301.03598,
-describe stream-K.
+The rules are fitted to what cuDNN 9.19 answered on an H200, and for described devices with other
+clocks (2026-11-27). `tests/cuda/test_stream_k.py` says how often they are right for others, on an
+H200 and an H100; where they are wrong, it is by less than 4 MiB. cuDNN 9.10 to 9.25 count alike for
+described devices. Grouped convolutions keep cuDNN's answer. Osama et al.,
+https://arxiv.org/abs/2301.03598, describe stream-K.
 """
 
 from __future__ import annotations
@@ -63,8 +65,13 @@ _TILES = {
 }
 #: The value of TILE_K -> how many products are summed in one step.
 _STEPS = {0: 32, 1: 64}
-#: Engine, tile, step: plans that do not share after many rounds; we saw none beyond nine.
-_FOR_FEW_ROUNDS = {(67, 128, 64, 32), (68, 128, 64, 32)}
+#: Direction, engine, tile, step: plans that share no tiles after more rounds of all clusters than
+#: `_FEW_ROUNDS`. We saw them share after up to 3.2 rounds, and not after 5.2 and more.
+_FOR_FEW_ROUNDS = {
+    (Direction.BACKWARD_DATA, 67, 128, 64, 32),
+    (Direction.BACKWARD_FILTER, 68, 128, 64, 32),
+}
+_FEW_ROUNDS = 5
 #: The value of WORKSPACE with which clusters may share a tile.
 _MAY_SHARE = 0
 
@@ -75,10 +82,11 @@ _DESCRIBED_MULTIPROCESSORS = 18
 _ACTIVE_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15, 9: 9}
 _ACTIVE_LARGE_CLUSTERS, _MEASURED_MULTIPROCESSORS = 7, 132
 
-#: How long a sum must be, in costs of a level, for 2**n clusters to share it; by n. These and the
-#: costs are what fits the answers best.
+#: By n: 2**n clusters share a sum only if it is so many times as long as a level costs; for
+#: numbers between the powers of two, by `_BETWEEN` more. Fitted.
 _NEEDED_LEVELS = (0, 1, 2, 3.08, 4.15, 5.3, 6, 7)
-#: A counter at the start of the workspace, and the bytes that align it.
+_BETWEEN = 0.12
+#: A counter, the bytes that align the workspace, and those before the counters of shared tiles.
 _COUNTER_BYTES, _ALIGNMENT_BYTES, _COUNTERS_BYTES = 4, 127, 32
 
 
@@ -128,11 +136,11 @@ class _Tiling:
         if self.clusters > self.most_rounds * active:
             return 0, 0
         most = active // tiles
-        alone = self.clusters < active
-        return tiles, self._sharers_alone(most) if alone else self._sharers_at_end(most)
+        is_one_round = self.clusters < active
+        return tiles, self._in_one_round(most) if is_one_round else self._after_others(most)
 
-    def _sharers_alone(self, most: int) -> int:
-        """Where all tiles run at once: the fewest steps, where a level of sums costs some."""
+    def _in_one_round(self, most: int) -> int:
+        """How many share a tile where all run at once: the fewest steps and costs (fitted)."""
         most = min(most, self.steps)
         for sharers in range(most, 8, -1):
             if self.steps // sharers * self.step > 1024:
@@ -142,19 +150,27 @@ class _Tiling:
             range(1, most + 1), key=lambda n: -(-self.steps // n) * self.step + level * _levels(n)
         )
 
-    def _sharers_at_end(self, most: int) -> int:
-        """Where others have run before: so many that sums stay long, and none has less to do."""
+    def _after_others(self, most: int) -> int:
+        """How many share a tile after full rounds: parts of a sum stay long and alike (fitted)."""
         level = self.cost_factor * (575 * self.clock_ratio - 15 + 84 * 16384 / self.area)
         levels = self.steps * self.step / level
         allowed = max(n for n, needed in enumerate(_NEEDED_LEVELS) if levels >= needed)
         sharers = min(most, 1 << allowed)
-        if sharers & (sharers - 1) and levels < _NEEDED_LEVELS[_levels(sharers)] + 0.12:
+        if sharers & (sharers - 1) and levels < _NEEDED_LEVELS[_levels(sharers)] + _BETWEEN:
             sharers = 1 << (_levels(sharers) - 1)
         sharers = min(sharers, self.steps * self.step // 128)
         if sharers < 2:
             return 0
         each = -(-self.steps // sharers)
         return -(-self.steps // each)
+
+
+def has_rule(convolution: Convolution, device: DeviceSpec, engine: int) -> bool:
+    """Whether an engine's plans may share tiles on the device."""
+    is_float32 = convolution.dtype == "float32"
+    return device.compute_capability == HOPPER and engine == _ENGINES.get(
+        (convolution.direction, is_float32)
+    )
 
 
 def workspace_on_device_bytes(
@@ -186,10 +202,11 @@ def stream_k_bytes(
 
     A plan is its engine's number, among those for the direction, and what it chooses (`Knob` ->
     value). With `is_described` it is counted as cuDNN does for a described device. A device with
-    other than 132 multiprocessors is counted in proportion; none was measured.
+    other than 132 multiprocessors is counted in proportion; none was measured, nor other clocks
+    than those of H200 and H100.
     """
     tiling = _tiling(convolution, input_shape, device, engine, knobs)
-    if tiling is None or device.compute_capability != HOPPER:
+    if tiling is None:
         return None
     if is_described:
         return tiling.workspace_bytes(_DESCRIBED_MULTIPROCESSORS // tiling.cluster_size)
@@ -205,16 +222,18 @@ def _tiling(
     knobs: Mapping[int, int],
 ) -> _Tiling | None:
     """How the plan cuts the product; None if it is another engine's or not known."""
-    is_float32 = convolution.dtype == "float32"
     is_grouped = input_shape[1] != convolution.weight_shape[1]
-    if engine != _ENGINES.get((convolution.direction, is_float32)) or is_grouped:
+    if is_grouped or not has_rule(convolution, device, engine):
         return None
     tile = _TILES.get(knobs.get(Knob.TILE_SIZE, -1))
     step = _STEPS.get(knobs.get(Knob.TILE_K, -1))
-    if tile is None or step is None:
+    cluster = knobs.get(Knob.CLUSTER_M, 1), knobs.get(Knob.CLUSTER_N, 1)
+    if tile is None or step is None or min(cluster) < 1:
         return None
     rows, columns, steps = _product(convolution, input_shape, tile[1], step)
-    cluster = knobs.get(Knob.CLUSTER_M, 1), knobs.get(Knob.CLUSTER_N, 1)
+    if steps == 0:
+        return None
+    key = (convolution.direction, engine, *tile, step)
     return _Tiling(
         clusters=-(-rows // (tile[0] * cluster[0])) * -(-columns // cluster[1]),
         steps=steps,
@@ -224,7 +243,7 @@ def _tiling(
         cost_factor=8 if convolution.dtype == "bfloat16" else 1,
         clock_ratio=device.clock_khz / device.memory_clock_khz,
         may_share=knobs.get(Knob.WORKSPACE) == _MAY_SHARE,
-        most_rounds=5 if (engine, *tile, step) in _FOR_FEW_ROUNDS else sys.maxsize,
+        most_rounds=_FEW_ROUNDS if key in _FOR_FEW_ROUNDS else sys.maxsize,
     )
 
 

@@ -13,7 +13,7 @@ from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
-from memcallback.cuda.convolution.stream_k import HOPPER, workspace_on_device_bytes
+from memcallback.cuda.convolution.stream_k import has_rule, workspace_on_device_bytes
 from memcallback.devices.catalogue import DeviceSpec
 
 
@@ -168,14 +168,10 @@ def _plans(
                 )
                 if size_bytes is None:
                     continue
-                if device.compute_capability == HOPPER:
+                number = query.number(engine)
+                if has_rule(convolution, device, number):
                     size_bytes = workspace_on_device_bytes(
-                        convolution,
-                        input_shape,
-                        device,
-                        query.number(engine),
-                        query.knobs(config),
-                        size_bytes,
+                        convolution, input_shape, device, number, query.knobs(config), size_bytes
                     )
                 yield size_bytes
 
