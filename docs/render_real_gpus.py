@@ -1,6 +1,6 @@
 """Draws what was measured on real GPUs against what is predicted.
 
-docs/images/real-gpus.png has what others measured, docs/images/h100.png our own measurements.
+docs/images/real-gpus.png has what others measured, docs/images/our-gpus.png our own measurements.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def measured_here(folder: Path) -> Iterator[tuple[str, dict[str, tuple[int, int]
                 for kind in ("allocated", "reserved")
             },
         )
-    for row in json.loads((folder / "programs.json").read_text())["rows"]:
+    programs = folder / "programs.json"
+    for row in json.loads(programs.read_text())["rows"] if programs.exists() else ():
         if "phases" in row:
             yield (
                 group_of(row["caveats"]),
@@ -85,9 +86,13 @@ def measured_here(folder: Path) -> Iterator[tuple[str, dict[str, tuple[int, int]
 
 
 def draw_own() -> None:
-    """How far predictions are off on the card that we had, by the size of the step."""
-    folder = max((ROOT / "benchmarks" / "results").glob("nvidia-h100-80gb-hbm3-*"))
-    rows = list(measured_here(folder))
+    """How far predictions are off on the cards that we had, by the size of the step."""
+    rows = [
+        row
+        for predicted in (ROOT / "benchmarks" / "results").glob("nvidia-h?00-*/predicted.json.gz")
+        if "virtual" not in predicted.parent.name
+        for row in measured_here(predicted.parent)
+    ]
     figure = Figure(figsize=(9, 5), layout="constrained")
     for axes, kind in zip(
         figure.subplots(1, 2, sharey=True), ("allocated", "reserved"), strict=True
@@ -114,7 +119,7 @@ def draw_own() -> None:
         axes.legend(frameon=False, fontsize="small", **place)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("predicted is off by")
-    figure.savefig(ROOT / "docs" / "images" / "h100.png", dpi=110)
+    figure.savefig(ROOT / "docs" / "images" / "our-gpus.png", dpi=110)
 
 
 def draw_others() -> None:
