@@ -107,12 +107,11 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def plans_of_a_virtual_device(monkeypatch):
-    """On a virtual device, cuDNN offers no plan that needs a real one."""
+    """On a virtual device, cuDNN offers no plan that needs a real one, and counts as described."""
     if os.environ.get("VGPU") == "1":
         from memcallback.cuda.convolution import cudnn, workspace
 
         monkeypatch.setattr(cudnn, "finds_device", lambda: True)
-        monkeypatch.setattr(cudnn, "would_open_context", lambda: False)
         monkeypatch.setattr(workspace, "workspace_on_device_bytes", lambda *plan: plan[-1])
 
 
@@ -127,7 +126,6 @@ def as_the_virtual_device(monkeypatch):
     from memcallback.cuda.decompositions import rnn
 
     monkeypatch.setattr(cudnn, "finds_device", lambda: True)
-    monkeypatch.setattr(cudnn, "would_open_context", lambda: False)
     monkeypatch.setattr(workspace, "workspace_that_needs_device_bytes", lambda *call: None)
     monkeypatch.setattr(workspace, "workspace_on_device_bytes", lambda *plan: plan[-1])
     kept = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 6, "gru": 5}

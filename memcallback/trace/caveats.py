@@ -21,13 +21,13 @@ _UNKNOWN_WORKSPACES = (
     "Convolution workspaces are estimates. For cuDNN's own values install the version that your "
     "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off."
 )
-#: On the card: `accuracy.md` of benchmarks/results/nvidia-h100-80gb-hbm3-2026-11-26. With another
-#: version: reserved memory of published trainings of convolution nets.
+#: On the card: `accuracy.md` of benchmarks/results/nvidia-h200-2026-11-27. With another version:
+#: reserved memory of published trainings of convolution nets.
 _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. Where it "
     "leaves out algorithms, rules found with cuDNN 9.19 say what they take. On the card cuDNN may "
-    "choose others: of 76 trainings with convolutions on an H100, 63 reserved within 5 % of the "
-    "prediction, and one reserved 88 % more. Another version of cuDNN changed the predicted "
+    "choose others: of 76 trainings with convolutions on an H200, 71 reserved within 5 % of the "
+    "prediction, and one reserved 89 % more. Another version of cuDNN changed the predicted "
     "reserved memory of convolution nets by -18 to +8 %."
 )
 _RECURRENT = (

@@ -96,7 +96,6 @@ _C_TYPES: dict[Type, Any] = {
 }
 #: Versions of a device's description, newest first; a cuDNN refuses versions newer than itself.
 _SCHEMAS = (4, 3, 2, 1)
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: The first version that takes the description of a device.
 _OLDEST = 90800
 
@@ -243,26 +242,11 @@ def version() -> int | None:
 def finds_device() -> bool:
     """Whether this process uses CUDA, so that cuDNN finds a device.
 
-    False in the child that predicts, where the device is hidden, and before CUDA is initialized.
+    False in the child that predicts, where the device is hidden, and before CUDA is initialized:
+    asking would initialize the driver. If cuDNN does find a device before that, some plans come
+    twice, from a rule and from cuDNN's list.
     """
     return not is_cuda_refused() and is_cuda_initialized()
-
-
-def would_open_context() -> bool:
-    """Whether a question, asked in this process, could be the first to use CUDA in it."""
-    if is_cuda_refused() or is_cuda_initialized() or os.environ.get(_VISIBLE) == "":
-        return False
-    return _has_driver()
-
-
-@lru_cache(maxsize=1)
-def _has_driver() -> bool:
-    """Whether a CUDA driver is installed; loading it initializes nothing."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 @contextmanager
@@ -275,15 +259,16 @@ def device_hidden() -> Iterator[None]:
     if not is_cuda_refused():
         yield
         return
-    before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(_VISIBLE, None)
+            os.environ.pop(name, None)
         else:
-            os.environ[_VISIBLE] = before
+            os.environ[name] = before
 
 
 def _package_libraries() -> Iterator[str]:

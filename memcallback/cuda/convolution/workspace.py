@@ -8,12 +8,10 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
-from memcallback.cuda.convolution.elsewhere import elsewhere
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
 from memcallback.cuda.convolution.stream_k import has_rule, workspace_on_device_bytes
 from memcallback.devices.catalogue import DeviceSpec
@@ -86,11 +84,9 @@ def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
     """The bytes of the plan that PyTorch takes, by a rule or cuDNN; None if cuDNN cannot answer."""
-    question = convolution, tuple(input_shape), device, _mode()
-    if cudnn.would_open_context():
-        found: int | None = _asked_elsewhere(*question, is_of_all=False)
-        return found
-    return _workspace_bytes(*question, finds_device=cudnn.finds_device())
+    return _workspace_bytes(
+        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
+    )
 
 
 def all_workspaces_bytes(
@@ -101,30 +97,9 @@ def all_workspaces_bytes(
     A plan fails if its workspace does not fit (`try_configs` in Conv_v8.cpp). Empty if cuDNN cannot
     answer.
     """
-    question = convolution, tuple(input_shape), device, _mode()
-    if cudnn.would_open_context():
-        return _asked_elsewhere(*question, is_of_all=True) or ()
-    return _all_workspaces_bytes(*question, finds_device=cudnn.finds_device())
-
-
-@lru_cache(maxsize=65536)
-def _asked_elsewhere(*question: Any, is_of_all: bool) -> Any:
-    """What another process answers; None if it has ended or does not start."""
-    with suppress(CuDNNError, OSError):
-        return elsewhere().ask((*question, is_of_all))
-    return None
-
-
-def answer(
-    convolution: Convolution,
-    input_shape: tuple[int, ...],
-    device: DeviceSpec,
-    mode: int,
-    is_of_all: bool,
-) -> int | tuple[int, ...] | None:
-    """What the other process answers: the workspace of the first plan, or those of all."""
-    ask = _all_workspaces_bytes if is_of_all else _workspace_bytes
-    return ask(convolution, input_shape, device, mode, finds_device=False)
+    return _all_workspaces_bytes(
+        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
+    )
 
 
 def _mode() -> int:
