@@ -19,7 +19,8 @@ from memcallback.step.step import Step
 _NEWEST_TORCH = (2, 13)
 _UNKNOWN_WORKSPACES = (
     "Convolution workspaces are estimates. For cuDNN's own values install the version that your "
-    "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off."
+    "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off. From 9.28 on "
+    "it needs a CUDA driver."
 )
 #: On the card: `accuracy.md` of benchmarks/results/nvidia-h200-2026-11-27. With another version:
 #: reserved memory of published trainings of convolution nets.
@@ -27,8 +28,8 @@ _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. Where it "
     "leaves out algorithms, rules found with cuDNN 9.19 say what they take. On the card cuDNN may "
     "choose others: of 76 trainings with convolutions on an H200, 71 reserved within 5 % of the "
-    "prediction, and one reserved 89 % more. Another version of cuDNN changed the predicted "
-    "reserved memory of convolution nets by -18 to +8 %."
+    "prediction, and two reserved 64 and 89 % more. Another version of cuDNN changed the "
+    "predicted reserved memory of convolution nets by -18 to +8 %."
 )
 _RECURRENT = (
     "The memory that cuDNN takes for a recurrent layer (LSTM, GRU, RNN), its workspace and what it "

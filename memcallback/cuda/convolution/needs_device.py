@@ -3,8 +3,9 @@
 We asked cuDNN 9.19 for its first plan of 2,535 convolutions, for nine cards, on a machine with an
 H200 and on one without a device (`tests/recorded/plans`, 2026-11-27). Most answers that differ are
 of two kinds: products of matrices by cuBLASLt for convolutions of one pixel, and depthwise
-convolutions. With the rules 964 answers are more than 1 MiB too low and 277 too high; without them
-724 and 2,534.
+convolutions. With these rules alone 964 answers are more than 1 MiB too low and 277 too high, with
+those of stream_k.py 836 and 265; without any 724 and 2,534
+(`tests/cuda/test_convolution_plans.py`).
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def _depthwise_bytes(
 def _is_copied(convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec) -> bool:
     """Whether Hopper copies the tensors of a depthwise weight gradient into channels last.
 
-    Seen in float16 with small kernels, where there are many pixels for each channel: in 9 of 24
-    convolutions, 64 pixels and more; in the other 15 there were 33 at most.
+    Of 24 convolutions in float16 for which cuDNN names such a plan without a device, an H200 copied
+    in 9, with 64 pixels or more for each channel; the other 15 had 33 at most.
     """
     outputs = convolution.output_shape(input_shape)
     pixels = outputs[0] * prod(outputs[2:])
