@@ -44,6 +44,12 @@ CASES = {
         "gru-cell-adamw-forloop-bf16-true",
         "lstm-adam-16-mixed",
     ],
+    "nvidia-h200": [
+        "t5-adafactor-32-true",
+        "llama-adamw-bf16-true",
+        "dlrm-adam-16-mixed-clip",
+        "mlp-sgd-32-true",
+    ],
     "tesla-t4-virtual": [
         "gpt2-sgd-16-mixed-checkpoint-reentrant",
         "mlp-mixer-adamw-32-true",
