@@ -6,14 +6,30 @@ from functools import lru_cache
 from pathlib import Path
 
 from memcallback.cuda.convolution.call import Convolution, Direction
+from memcallback.cuda.convolution.stream_k import Knob
 
 RECORDED = Path(__file__).parent / "recorded" / "plans"
 CARDS = ("H200", "A100", "RTX 3090", "RTX 4090", "L4", "T4", "V100", "RTX 5090", "RTX PRO 6000")
 #: Cards that were asked by their handles.
 HOPPERS = ("H200", "H100")
 #: The questions that the rules were found with (drawn at random, and `CASES`), others drawn anew,
-#: and those of the trainings of `benchmarks/accuracy_configs.py`.
+#: and those of the models of `benchmarks/accuracy_configs.py`, at batch sizes of 1 to 128.
 SETS = ("questions", "again", "trainings")
+#: The knobs of the plans in `recorded/stream_k`, in their order.
+KNOBS = (Knob.TILE_SIZE, Knob.TILE_K, Knob.CLUSTER_M, Knob.CLUSTER_N)
+
+
+def product(direction, dtype, rows, columns, sums):
+    """The convolution of one pixel that is a product of rows x columns, over so many sums."""
+    shape, weight = {
+        Direction.FORWARD: ((1, sums, rows, 1), (columns, sums, 1, 1)),
+        Direction.BACKWARD_DATA: ((1, columns, rows, 1), (sums, columns, 1, 1)),
+        Direction.BACKWARD_FILTER: ((1, columns, sums, 1), (rows, columns, 1, 1)),
+    }[direction]
+    convolution = Convolution(
+        direction, weight, (0, 0), (1, 1), (1, 1), dtype=dtype, channels_last=True
+    )
+    return convolution, shape
 
 
 def file_name(card, way, which):

@@ -19,8 +19,8 @@ from memcallback.step.step import Step
 _NEWEST_TORCH = (2, 13)
 _UNKNOWN_WORKSPACES = (
     "Convolution workspaces are estimates. For cuDNN's own values install the version that your "
-    "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off. From 9.28 on "
-    "it needs a CUDA driver."
+    "training uses (pip install nvidia-cudnn-cu12==...) and turn benchmark mode off. cuDNN 9.28 "
+    "needs a CUDA driver."
 )
 #: On the card: `accuracy.md` of benchmarks/results/nvidia-h200-2026-11-27. With another version:
 #: reserved memory of published trainings of convolution nets.

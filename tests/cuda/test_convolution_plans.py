@@ -87,6 +87,16 @@ def test_what_the_rules_miss_is_known():
     assert (too_low_without, too_high_without) == (724, 2534)
 
 
+def test_most_workspaces_of_trained_models_are_exact():
+    asked = plans("H200", "trainings")
+    device = find_device("H200")
+    exact = sum(
+        ours_bytes(convolution, shape, device, without) == true[1]
+        for convolution, shape, without, true in asked
+    )
+    assert (exact, len(asked)) == (2902, 3577)
+
+
 @pytest.mark.parametrize("card", HOPPERS)
 def test_an_installed_cudnn_is_read_as_its_plans_were_recorded(card, monkeypatch):
     if cudnn.version() != 91900:

@@ -16,20 +16,17 @@ import random
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
-from convolution_plans import questions
+from convolution_plans import KNOBS, product, questions
 from record_plans import ByHandle, new_handle
 
 from memcallback.cuda.convolution import cudnn, workspace
-from memcallback.cuda.convolution.call import Convolution, Direction
+from memcallback.cuda.convolution.call import Direction
 from memcallback.cuda.convolution.cudnn import Attribute, Kind, Type
 from memcallback.cuda.convolution.stream_k import Knob
 from memcallback.devices.catalogue import find_device
 
-#: The knobs of each plan, in the order of the file.
-KNOBS = (Knob.TILE_SIZE, Knob.TILE_K, Knob.CLUSTER_M, Knob.CLUSTER_N)
 _ENGINE_GRAPH = 1300
 _LARGEST_ELEMENTS = 10**9
 
@@ -47,26 +44,6 @@ def plans(library: cudnn.CuDNN) -> list[tuple[Direction, str, int, dict[int, int
                     key = (convolution.direction, convolution.dtype, number, str(knobs))
                     found[key] = (convolution.direction, convolution.dtype, number, knobs)
     return [found[key] for key in sorted(found, key=str)]
-
-
-def product(direction: Direction, dtype: str, sizes: tuple[int, int, int]) -> Any:
-    """The convolution of one pixel that is a product of rows x columns, over so many sums."""
-    rows, columns, sums = sizes
-    shape, weight = {
-        Direction.FORWARD: ((1, sums, rows, 1), (columns, sums, 1, 1)),
-        Direction.BACKWARD_DATA: ((1, columns, rows, 1), (sums, columns, 1, 1)),
-        Direction.BACKWARD_FILTER: ((1, columns, sums, 1), (rows, columns, 1, 1)),
-    }[direction]
-    convolution = Convolution(
-        direction=direction,
-        weight_shape=weight,
-        padding=(0, 0),
-        stride=(1, 1),
-        dilation=(1, 1),
-        dtype=dtype,
-        channels_last=True,
-    )
-    return convolution, shape
 
 
 def draw(chance: random.Random, dtype: str) -> tuple[int, int, int]:
@@ -112,7 +89,7 @@ def main() -> None:
             sizes = draw(chance, dtype)
             if sizes[0] * max(sizes[1:]) > _LARGEST_ELEMENTS:
                 continue
-            convolution, shape = product(direction, dtype, sizes)
+            convolution, shape = product(direction, dtype, *sizes)
             with ExitStack() as stack:
                 query = ByHandle(library, stack, 0, handle)
                 graph = query.graph(convolution, shape)

@@ -216,7 +216,7 @@ class CuDNN:
 def load() -> CuDNN | None:
     """Load the installed cuDNN, if it answers without a device; None without one.
 
-    9.8 and newer do, but from 9.28 on only where a CUDA driver is installed.
+    9.8 and newer do, but 9.28 only where a CUDA driver is installed.
     """
     for path in [*_package_libraries(), "libcudnn.so.9"]:
         try:

@@ -3,9 +3,8 @@
 We asked cuDNN 9.19 for its first plan of 2,535 convolutions, for nine cards, on a machine with an
 H200 and on one without a device (`tests/recorded/plans`, 2026-11-27). Most answers that differ are
 of two kinds: products of matrices by cuBLASLt for convolutions of one pixel, and depthwise
-convolutions. With these rules alone 964 answers are more than 1 MiB too low and 277 too high, with
-those of stream_k.py 836 and 265; without any 724 and 2,534
-(`tests/cuda/test_convolution_plans.py`).
+convolutions. With these rules and those of stream_k.py 836 answers are more than 1 MiB too low and
+265 too high; without any 724 and 2,534 (`tests/cuda/test_convolution_plans.py`).
 """
 
 from __future__ import annotations

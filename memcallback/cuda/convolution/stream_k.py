@@ -8,9 +8,8 @@ described device does not say: cuDNN then counts those of 18 multiprocessors.
 
 The rules are fitted to what cuDNN 9.19 answered on an H200, and for described devices with other
 clocks (2026-11-27). `tests/cuda/test_stream_k.py` says how often they are right for others, on an
-H200 and an H100; where they are wrong, it is by less than 4 MiB. cuDNN 9.10 to 9.25 count alike for
-described devices. Grouped convolutions keep cuDNN's answer. Osama et al.,
-https://arxiv.org/abs/2301.03598, describe stream-K.
+H200 and an H100; where they are wrong for a product, it is by less than 4 MiB. Grouped convolutions
+keep cuDNN's answer. Osama et al., https://arxiv.org/abs/2301.03598, describe stream-K.
 """
 
 from __future__ import annotations
