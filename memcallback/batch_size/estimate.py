@@ -24,6 +24,7 @@ from memcallback.devices.catalogue import Device, DeviceSpec
 from memcallback.prediction.batch_trace import ONLY
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.prediction.replay_apart import replay_apart
 from memcallback.prediction.search import BatchReplays, Limits, budget
 from memcallback.prediction.textbook.law import TextbookPrediction
 
@@ -158,16 +159,20 @@ def suggest(
     bounds: BatchSizeBounds = DEFAULT_BOUNDS,
 ) -> BatchSizeAdvice | None:
     """The largest batch size that `estimate` finds, in numbers."""
-    result = estimate(
-        measured=measured,
-        predicted=predicted,
-        always_held_bytes=always_held_bytes,
-        capacity_bytes=capacity_bytes,
-        outside_bytes=outside_bytes,
-        headroom=headroom,
-        bounds=bounds,
-    )
-    return None if result is None else result.advice()
+
+    def advice() -> BatchSizeAdvice | None:
+        result = estimate(
+            measured=measured,
+            predicted=predicted,
+            always_held_bytes=always_held_bytes,
+            capacity_bytes=capacity_bytes,
+            outside_bytes=outside_bytes,
+            headroom=headroom,
+            bounds=bounds,
+        )
+        return None if result is None else result.advice()
+
+    return replay_apart(advice)
 
 
 def estimate(

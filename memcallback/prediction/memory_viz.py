@@ -30,6 +30,7 @@ from memcallback.prediction.allocator.blocks import Block
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.fallbacks import KeptPlans
 from memcallback.prediction.prediction import Prediction
+from memcallback.prediction.replay_apart import replay_apart
 
 #: PyTorch's default memory pool, and that of CUDA graphs.
 _POOL_ID, _GRAPH_POOL_ID = (0, 0), (0, 1)
@@ -37,6 +38,10 @@ _POOL_ID, _GRAPH_POOL_ID = (0, 0), (0, 1)
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
     """The history and last segments of a predicted training, as `torch.cuda.memory._snapshot`."""
+    return replay_apart(lambda: _snapshot(prediction))
+
+
+def _snapshot(prediction: Prediction) -> dict[str, Any]:
     recorder = _Recorder(prediction)
     recorder.run()
     segments = [recorder.segment(blocks) for blocks in recorder.allocator.snapshot()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from memcallback.core.allocation_trace import Alloc, StepEnd
+from memcallback.core.allocation_trace import Alloc, AllocationTrace, StepEnd
 from memcallback.core.document import Document, Printable
 from memcallback.core.files import write_file
 from memcallback.core.kernel import AllocationSource
@@ -38,7 +38,14 @@ from memcallback.prediction.consumers import (
 )
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
-from memcallback.prediction.replay import LiveAllocation, ReplayedStep, live_at, replay_on
+from memcallback.prediction.replay import (
+    LiveAllocation,
+    Replay,
+    ReplayedStep,
+    live_at,
+    replay_on,
+)
+from memcallback.prediction.replay_apart import replay_apart
 from memcallback.prediction.search import (
     CONFIRMED_ITEMS,
     BatchReplays,
@@ -126,11 +133,7 @@ class Prediction(Printable):
             raise ValueError(
                 "the trace has no step to predict: put StepStart() and StepEnd() around each step"
             )
-        trace = self.trace.at(self.batch_size)
-        capacity_bytes = self.device.allocator_capacity_bytes
-        shown = on_device = replay_on(trace.events, self.device, self.settings, capacity_bytes)
-        if on_device.out_of_memory is not None:
-            shown = replay_on(trace.events, self.device, self.settings, None)
+        trace, on_device, shown = replay_apart(self._replays)
         spans = last_step(trace, shown.block_bytes)
         values = {
             "steps": tuple(self._step_memory(step) for step in shown.steps),
@@ -157,6 +160,15 @@ class Prediction(Printable):
             object.__setattr__(self, name, value)
         caveats = tuple(dict.fromkeys(self._caveats(shown.caveats)))
         object.__setattr__(self, "caveats", caveats)
+
+    def _replays(self) -> tuple[AllocationTrace, Replay, Replay]:
+        """The trace, its replay on the device, and one to the end, which may need more memory."""
+        trace = self.trace.at(self.batch_size)
+        capacity_bytes = self.device.allocator_capacity_bytes
+        shown = on_device = replay_on(trace.events, self.device, self.settings, capacity_bytes)
+        if on_device.out_of_memory is not None:
+            shown = replay_on(trace.events, self.device, self.settings, None)
+        return trace, on_device, shown
 
     @classmethod
     def of(
@@ -261,12 +273,14 @@ class Prediction(Printable):
 
     def _search_limits(self) -> Prediction:
         """Fill in `limits`; only for a prediction that nobody else has yet."""
+        object.__setattr__(self, "limits", replay_apart(self._found_limits))
+        return self
+
+    def _found_limits(self) -> Limits:
         replays = BatchReplays(self.trace, self.device, self.settings)
         limits = replays.limits(self.batch_size)
         with_headroom = replays.largest_with_headroom(self.batch_size, limits.at_all)
-        limits = replace(limits, with_headroom=with_headroom)
-        object.__setattr__(self, "limits", limits)
-        return self
+        return replace(limits, with_headroom=with_headroom)
 
     def __repr__(self) -> str:
         num_events = len(self.trace.of(self.batch_size).traced.trace.events)
@@ -312,10 +326,12 @@ class Prediction(Printable):
             timeline=self.timeline(measured),
             tree=peak_tree(self._peak),
             by_category=self.by_category,
-            curve=batch_size_chart(
-                BatchReplays(self.trace, self.device, self.settings),
-                self.batch_size,
-                largest or self.largest_batch_size,
+            curve=replay_apart(
+                lambda: batch_size_chart(
+                    BatchReplays(self.trace, self.device, self.settings),
+                    self.batch_size,
+                    largest or self.largest_batch_size,
+                )
             ),
             more=more,
             caveats=self.caveats,
@@ -331,14 +347,16 @@ class Prediction(Printable):
 
         phases = measured.phases.items() if measured else ()
         peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
-        return timeline_of(
-            self.trace.at(self.batch_size).events,
-            self.device,
-            self.settings,
-            self.origin_of,
-            Names(self._peak).place,
-            is_unlimited=not self.fits,
-            measured={phase: size for phase, size in peaks.items() if size is not None},
+        return replay_apart(
+            lambda: timeline_of(
+                self.trace.at(self.batch_size).events,
+                self.device,
+                self.settings,
+                self.origin_of,
+                Names(self._peak).place,
+                is_unlimited=not self.fits,
+                measured={phase: size for phase, size in peaks.items() if size is not None},
+            )
         )
 
     def save_html(self, path: str | Path, *, title: str | None = None) -> None:

@@ -15,7 +15,8 @@ from memcallback.devices.catalogue import Device
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.replay import replay_on
+from memcallback.prediction.replay import Replay, replay_on
+from memcallback.prediction.replay_apart import replay_apart
 
 #: No search goes beyond this batch size.
 _MAX_BATCH_SIZE = 1 << 31
@@ -334,9 +335,12 @@ class BatchReplays:
         return self._outcomes[key]
 
     def _outcome(self, trace: BatchTrace, batch_size: int, capacity_bytes: int | None) -> Outcome:
-        with _without_collector():
+        def replayed() -> Replay:
             events = trace.at(batch_size).events
-            replay = replay_on(events, self.device, self.settings, capacity_bytes)
+            return replay_on(events, self.device, self.settings, capacity_bytes)
+
+        with _without_collector():
+            replay = replay_apart(replayed)
         windows = [window for step in replay.steps for window in step.windows]
         return Outcome(
             is_out_of_memory=replay.out_of_memory is not None,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import TypeAlias, TypeVar
 
+from memcallback.core.answers import answer
 from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.call import ITEM_BYTES, Convolution, Direction, Layout
 from memcallback.cuda.convolution.cudnn import Attribute, CuDNN, CuDNNError, Kind, Type
 from memcallback.cuda.convolution.needs_device import workspace_that_needs_device_bytes
 from memcallback.cuda.convolution.stream_k import has_rule, workspace_on_device_bytes
 from memcallback.devices.catalogue import DeviceSpec
+
+_Answer = TypeVar("_Answer")
+#: A convolution, the shape of its input, a card, and how PyTorch asks cuDNN.
+_Problem: TypeAlias = tuple[Convolution, tuple[int, ...], DeviceSpec, int]
 
 
 def workspace_or_estimate_bytes(
@@ -84,9 +90,7 @@ def workspace_bytes(
     convolution: Convolution, input_shape: Sequence[int], device: DeviceSpec
 ) -> int | None:
     """The bytes of the plan that PyTorch takes, by a rule or cuDNN; None if cuDNN cannot answer."""
-    return _workspace_bytes(
-        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
-    )
+    return _answer(_workspace_bytes, (convolution, tuple(input_shape), device, _mode()))
 
 
 def all_workspaces_bytes(
@@ -97,9 +101,15 @@ def all_workspaces_bytes(
     A plan fails if its workspace does not fit (`try_configs` in Conv_v8.cpp). Empty if cuDNN cannot
     answer.
     """
-    return _all_workspaces_bytes(
-        convolution, tuple(input_shape), device, _mode(), finds_device=cudnn.finds_device()
-    )
+    return _answer(_all_workspaces_bytes, (convolution, tuple(input_shape), device, _mode()))
+
+
+def _answer(ask: Callable[..., _Answer], problem: _Problem) -> _Answer:
+    """Ask here, or take what another process has answered."""
+    finds_device = cudnn.finds_device()
+    if not cudnn.is_available():
+        return ask(*problem, finds_device=finds_device)
+    return answer((ask.__name__, problem), lambda: ask(*problem, finds_device=finds_device))
 
 
 def _mode() -> int:
