@@ -21,10 +21,10 @@ from memcallback.core.types import Stage
 from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import Device, DeviceSpec
+from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import ONLY
 from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
-from memcallback.prediction.replay_apart import replay_apart
 from memcallback.prediction.search import BatchReplays, Limits, budget
 from memcallback.prediction.textbook.law import TextbookPrediction
 
@@ -172,7 +172,7 @@ def suggest(
         )
         return None if result is None else result.advice()
 
-    return replay_apart(advice)
+    return asking_apart(advice)
 
 
 def estimate(

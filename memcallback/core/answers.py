@@ -1,13 +1,12 @@
-"""Answers of a library that another process has asked, for one that is not to ask itself.
+"""Answers that stand in for questions to a library, which would change this process.
 
 A question makes cuDNN open a context on the card that it finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 _Value = TypeVar("_Value")
@@ -20,10 +19,10 @@ class NotAnswered(Exception):
 
 
 class _Source(NamedTuple):
-    """Where answers come from."""
+    """Where answers come from, and who gets those that are new; None if nobody may ask."""
 
     answers: Answers
-    may_ask: bool
+    on_new: Callable[[Answers], None] | None
 
 
 #: None where each question is asked.
@@ -31,28 +30,32 @@ _source: ContextVar[_Source | None] = ContextVar("memcallback_answers", default=
 
 
 def answer(question: Hashable, ask: Callable[[], _Value]) -> _Value:
-    """The answer to a question: one that is there, or else by asking."""
+    """The answer to a question: the one that is there, or else by asking."""
     source = _source.get()
     if source is None:
         return ask()
     if question not in source.answers:
-        if not source.may_ask:
+        if source.on_new is None:
             raise NotAnswered(question)
-        source.answers[question] = ask()
-    value: _Value = source.answers[question]
-    return value
+        source.answers[question] = value = ask()
+        source.on_new({question: value})
+        return value
+    return source.answers[question]  # type: ignore[no-any-return]
 
 
-@contextmanager
-def answered_by(answers: Answers, *, may_ask: bool) -> Iterator[None]:
-    """Take answers from a dictionary; where asking is allowed, new ones are added to it."""
-    token = _source.set(_Source(answers, may_ask))
-    try:
-        yield
-    finally:
-        _source.reset(token)
+def with_answers(
+    answers: Answers, work: Callable[[], _Value], on_new: Callable[[Answers], None] | None = None
+) -> _Value:
+    """Run the work with these answers; `on_new` allows it to ask, and is told what is answered."""
+
+    def run() -> _Value:
+        _source.set(_Source(answers, on_new))
+        return work()
+
+    # Of its own, so that no interrupt can leave the caller's as it is during the work.
+    return copy_context().run(run)
 
 
-def is_answered() -> bool:
-    """Whether answers come from a dictionary."""
+def has_answers() -> bool:
+    """Whether answers stand in here."""
     return _source.get() is not None

@@ -155,7 +155,8 @@ class Isolated(Generic[T]):
                 number = fork_quickly() if is_quick else _fork()
                 if number == 0:
                     serve(prepare, work, ends, is_quick=is_quick)
-        except (OSError, PredictionError) as error:
+        # RuntimeError: Python forks no more when it shuts down.
+        except (OSError, RuntimeError) as error:
             for descriptor in ours:
                 os.close(descriptor)
             text = f"No process can be started for the prediction: {error}. {_ISOLATE_FALSE}"

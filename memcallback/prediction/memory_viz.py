@@ -28,9 +28,9 @@ from memcallback.core.types import Phase
 from memcallback.devices.catalogue import HostSpec
 from memcallback.prediction.allocator.blocks import Block
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
+from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.fallbacks import KeptPlans
 from memcallback.prediction.prediction import Prediction
-from memcallback.prediction.replay_apart import replay_apart
 
 #: PyTorch's default memory pool, and that of CUDA graphs.
 _POOL_ID, _GRAPH_POOL_ID = (0, 0), (0, 1)
@@ -38,7 +38,7 @@ _POOL_ID, _GRAPH_POOL_ID = (0, 0), (0, 1)
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
     """The history and last segments of a predicted training, as `torch.cuda.memory._snapshot`."""
-    return replay_apart(lambda: _snapshot(prediction))
+    return asking_apart(lambda: _snapshot(prediction))
 
 
 def _snapshot(prediction: Prediction) -> dict[str, Any]:

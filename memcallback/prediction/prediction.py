@@ -27,6 +27,7 @@ from memcallback.devices.catalogue import (
     find_device,
 )
 from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.consumers import (
     Consumer,
@@ -45,7 +46,6 @@ from memcallback.prediction.replay import (
     live_at,
     replay_on,
 )
-from memcallback.prediction.replay_apart import replay_apart
 from memcallback.prediction.search import (
     CONFIRMED_ITEMS,
     BatchReplays,
@@ -133,7 +133,7 @@ class Prediction(Printable):
             raise ValueError(
                 "the trace has no step to predict: put StepStart() and StepEnd() around each step"
             )
-        trace, on_device, shown = replay_apart(self._replays)
+        trace, on_device, shown = asking_apart(self._replays)
         spans = last_step(trace, shown.block_bytes)
         values = {
             "steps": tuple(self._step_memory(step) for step in shown.steps),
@@ -238,13 +238,14 @@ class Prediction(Printable):
                 f"sequence length {sequence_length} is unknown: the step does not say how long its "
                 "sequences are. Give it to the step: sequence_length=..."
             )
-        other = replace(
-            self,
-            trace=self.lengths.at(sequence_length),
-            batch_size=batch_size,
-            sequence_length=sequence_length,
+        lengths = self.lengths
+        return asking_apart(
+            lambda: self._searched_anew(
+                trace=lengths.at(sequence_length),
+                batch_size=batch_size,
+                sequence_length=sequence_length,
+            )
         )
-        return other if self.limits is None else other._search_limits()
 
     def on(self, device: str | int | Device) -> Prediction:
         """The same trace on a device of another size: a replay, not a new trace.
@@ -268,12 +269,16 @@ class Prediction(Printable):
                 f"a step traced for {traced_for.name} cannot be put on {spec.name}: operators "
                 "allocate differently there. Trace it again: memcallback.predict(step, device=...)."
             )
-        other = replace(self, device=spec, traced_for=traced_for)
+        return asking_apart(lambda: self._searched_anew(device=spec, traced_for=traced_for))
+
+    def _searched_anew(self, **changes: Any) -> Prediction:
+        """The same with changes, and its limits if this one has any."""
+        other = replace(self, **changes)
         return other if self.limits is None else other._search_limits()
 
     def _search_limits(self) -> Prediction:
         """Fill in `limits`; only for a prediction that nobody else has yet."""
-        object.__setattr__(self, "limits", replay_apart(self._found_limits))
+        object.__setattr__(self, "limits", asking_apart(self._found_limits))
         return self
 
     def _found_limits(self) -> Limits:
@@ -326,7 +331,7 @@ class Prediction(Printable):
             timeline=self.timeline(measured),
             tree=peak_tree(self._peak),
             by_category=self.by_category,
-            curve=replay_apart(
+            curve=asking_apart(
                 lambda: batch_size_chart(
                     BatchReplays(self.trace, self.device, self.settings),
                     self.batch_size,
@@ -347,7 +352,7 @@ class Prediction(Printable):
 
         phases = measured.phases.items() if measured else ()
         peaks = {phase: window.peak_allocated_bytes for phase, window in phases}
-        return replay_apart(
+        return asking_apart(
             lambda: timeline_of(
                 self.trace.at(self.batch_size).events,
                 self.device,

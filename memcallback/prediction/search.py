@@ -14,9 +14,9 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
+from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.replay import Replay, replay_on
-from memcallback.prediction.replay_apart import replay_apart
 
 #: No search goes beyond this batch size.
 _MAX_BATCH_SIZE = 1 << 31
@@ -340,7 +340,7 @@ class BatchReplays:
             return replay_on(events, self.device, self.settings, capacity_bytes)
 
         with _without_collector():
-            replay = replay_apart(replayed)
+            replay = asking_apart(replayed)
         windows = [window for step in replay.steps for window in step.windows]
         return Outcome(
             is_out_of_memory=replay.out_of_memory is not None,
