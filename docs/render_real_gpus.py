@@ -124,14 +124,10 @@ def draw_own() -> None:
 
 def draw_others() -> None:
     """Predicted against measured, one colour for each source."""
-    newest = {  # of each case: a later run may have some sources alone
-        row["id"]: row
-        for file in sorted((ROOT / "benchmarks" / "results").glob("real-gpus-*/real_gpus.json"))
-        for row in json.loads(file.read_text())["rows"]
-    }
+    (file,) = (ROOT / "benchmarks" / "results").glob("real-gpus-*/real_gpus.json")
     rows = [
         row
-        for row in newest.values()
+        for row in json.loads(file.read_text())["rows"]
         if "error" in row and "operator" not in row  # single operators are small
     ]
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")

@@ -95,3 +95,20 @@ CARDS: dict[str, tuple[tuple[str, tuple[int, int], int, int, int, int, int], ...
         for edition in ("Workstation Edition", "Max-Q Workstation Edition", "Server Edition")
     ),
 }
+#: Cards of AMD: the driver's name, architecture, memory in GiB. PyTorch sees each half of an MI250
+#: and MI250X as a device of its own. Source: AMD, "AMD GPU specifications",
+#: rocm.docs.amd.com/en/latest/reference/gpu-specs.html.
+AMD_CARDS = (
+    ("AMD Instinct MI355X", "gfx950", 288),
+    ("AMD Instinct MI350X", "gfx950", 288),
+    ("AMD Instinct MI325X", "gfx942", 256),
+    ("AMD Instinct MI300X", "gfx942", 192),
+    ("AMD Instinct MI300A", "gfx942", 128),
+    ("AMD Instinct MI250X", "gfx90a", 64),
+    ("AMD Instinct MI250", "gfx90a", 64),
+    ("AMD Instinct MI210", "gfx90a", 64),
+    ("AMD Instinct MI100", "gfx908", 32),
+    ("AMD Radeon PRO W7900", "gfx1100", 48),
+    ("AMD Radeon RX 7900 XTX", "gfx1100", 24),
+    ("AMD Radeon RX 7900 XT", "gfx1100", 20),
+)

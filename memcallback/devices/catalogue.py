@@ -6,15 +6,10 @@ import difflib
 import operator
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
-from memcallback.devices.cards import ARCHITECTURES, CARDS, SHARED_MEMORY_PER_BLOCK_BYTES
-
-#: Whether each call of cuBLASLt takes its workspace and gives it back, each handle keeps one, or it
-#: has the one that cuBLAS keeps.
-LtWorkspace = Literal["each call", "each handle", "shared"]
+from memcallback.devices import blas, cards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +36,8 @@ class DeviceSpec:
             otherwise.
         torch_version: The PyTorch whose workspaces it takes, such as (2, 11); None for the one that
             is installed.
+        amd_architecture: Such as `gfx942` for a card of AMD, whose other attributes are then those
+            of a card of NVIDIA, but for its memory; None for a card of NVIDIA.
     """
 
     name: str
@@ -60,16 +57,27 @@ class DeviceSpec:
     local_index: int | None = None
     architecture_of: str | None = None
     torch_version: tuple[int, int] | None = None
+    amd_architecture: str | None = None
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """The workspace of each cuBLAS handle."""
-        return cublas_workspace_bytes(self.compute_capability, self._torch_version)
+        """The workspace of each cuBLAS handle; on AMD of hipBLAS."""
+        if self.amd_architecture is not None:
+            return blas.hipblas_workspace_bytes(self.amd_architecture, self._torch_version)
+        return blas.cublas_workspace_bytes(self.compute_capability, self._torch_version)
 
     @property
-    def cublaslt_workspace(self) -> LtWorkspace:
-        """Who has the workspace of cuBLASLt."""
-        return cublaslt_workspace(self._torch_version)
+    def cublaslt_workspace(self) -> blas.LtWorkspace:
+        """Who has the workspace of cuBLASLt; on AMD of hipBLASLt, which shares none."""
+        owner = blas.cublaslt_workspace(self._torch_version)
+        return "each handle" if self.amd_architecture and owner == "shared" else owner
+
+    @property
+    def cublaslt_workspace_bytes(self) -> int:
+        """The workspace of cuBLASLt where it shares none; on AMD of hipBLASLt."""
+        if self.amd_architecture is not None:
+            return blas.hipblaslt_workspace_bytes(self._torch_version)
+        return blas.CUBLASLT_WORKSPACE_BYTES
 
     @property
     def _torch_version(self) -> tuple[int, int]:
@@ -97,38 +105,6 @@ class DeviceSpec:
             return self.outside_bytes
         seen_bytes = min(CONTEXT_SEEN_BYTES[1], self.capacity_bytes // 8)
         return max(self.context_bytes, seen_bytes) + self.communication_bytes
-
-
-def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int, int]) -> int:
-    """The workspace that each cuBLAS handle keeps on a device of a compute capability.
-
-    Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp, read from the machine code
-    of libtorch_cuda.so of PyTorch 2.11.0, 2.12.1, 2.13.0 and 2.14.1 (pull requests 175344 and
-    189312). CUBLAS_WORKSPACE_CONFIG would change it; it is not followed.
-    """
-    if torch_version < (2, 12):
-        is_large = capability == (9, 0)
-    else:
-        is_large = capability[0] in ((9, 10, 12) if torch_version < (2, 14) else (9, 10, 11, 12))
-    return 32 * MiB if is_large else 8_519_680
-
-
-def cublaslt_workspace(torch_version: tuple[int, int]) -> LtWorkspace:
-    """Who has the workspace of cuBLASLt, which multiplies and adds a bias.
-
-    The shared one is that of `cublas_workspace_bytes`, one for each thread and stream: cuBLASLt
-    takes no more, whatever CUBLASLT_WORKSPACE_SIZE says.
-
-    Source: ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp (pull requests 156495, 168175 and
-    175879). `cublaslt_handle_stream_to_workspace` is in libtorch_cuda.so of PyTorch 2.9.1 and
-    2.10.0, and not in 2.6.0 and 2.8.0; 2.11.0 and later ones ran on virtual devices
-    (tests/recorded/workspaces.json). TORCH_CUBLASLT_UNIFIED_WORKSPACE would change it; it is not
-    followed. Nor is 2.15.0, where each call of either library gives back what it took (pull request
-    194311; seen on virtual devices, no recording is kept). TORCH_CUBLAS_WORKSPACE_CACHE=1 keeps it.
-    """
-    if torch_version < (2, 9):
-        return "each call"
-    return "each handle" if torch_version < (2, 12) else "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +184,13 @@ def _spec(
     mhz: int,
     memory_mhz: int,
 ) -> DeviceSpec:
-    optin_bytes, num_threads, num_blocks = ARCHITECTURES[capability]
+    optin_bytes, num_threads, num_blocks = cards.ARCHITECTURES[capability]
     return DeviceSpec(
         name=name,
         capacity_bytes=memory_mib * MiB,
         compute_capability=capability,
         num_multiprocessors=num_sms,
-        shared_memory_per_block_bytes=SHARED_MEMORY_PER_BLOCK_BYTES,
+        shared_memory_per_block_bytes=cards.SHARED_MEMORY_PER_BLOCK_BYTES,
         shared_memory_per_block_optin_bytes=optin_bytes,
         max_threads_per_multiprocessor=num_threads,
         max_blocks_per_multiprocessor=num_blocks,
@@ -225,12 +201,30 @@ def _spec(
     )
 
 
-_KINDS = {kind: tuple(_spec(*card) for card in cards) for kind, cards in CARDS.items()}
-#: All cards that are known by name.
+_KINDS = {kind: tuple(_spec(*card) for card in of_kind) for kind, of_kind in cards.CARDS.items()}
+#: All cards of NVIDIA that are known by name.
 CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for spec in specs)
 #: The architecture that is assumed if only a size is known, and another whose libraries take the
 #: other size of workspace (`cublas_workspace_bytes`).
 _ANY, _OTHER = _KINDS["A100"][0], _KINDS["H100"][0]
+_KINDS |= {
+    name: (
+        replace(
+            _ANY,
+            name=name,
+            capacity_bytes=memory_gib * GiB,
+            amd_architecture=architecture,
+            caveats=(
+                f"{name} is predicted with the kernels of {_ANY.name}, and with workspaces of "
+                "hipBLAS and hipBLASLt as PyTorch's source has them. Convolutions and attention "
+                "may need other workspaces. We have measured nothing on this card.",
+            ),
+        ),
+    )
+    for name, architecture, memory_gib in cards.AMD_CARDS
+}
+#: All cards that are known by name, AMD's too.
+ALL_CARDS: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for spec in specs)
 #: PyTorch's names for devices of this machine.
 _LOCAL_CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = re.compile(r"cpu(:\d+)?")
@@ -278,8 +272,8 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
     words = set(_words(device))
-    matches = [spec for spec in CATALOGUE if words == set(_words(spec.name))] or [
-        spec for spec in CATALOGUE if _matches(words, spec)
+    matches = [spec for spec in ALL_CARDS if words == set(_words(spec.name))] or [
+        spec for spec in ALL_CARDS if _matches(words, spec)
     ]
     if not matches and size_bytes is not None:
         _large_enough(device, size_bytes)
@@ -354,7 +348,9 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
 
 
 #: Words that do not distinguish cards: makers' and series' names.
-_MAKERS = frozenset({"nvidia", "geforce", "tesla", "rtx", "generation"})
+_MAKERS = frozenset(
+    {"nvidia", "geforce", "tesla", "rtx", "generation", "amd", "instinct", "radeon", "rx"}
+)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -384,7 +380,7 @@ def _matches(words: set[str], spec: DeviceSpec) -> bool:
 
 def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
-        by_words = {" ".join(_words(name)): name for name in (spec.name for spec in CATALOGUE)}
+        by_words = {" ".join(_words(name)): name for name in (spec.name for spec in ALL_CARDS)}
         nearest = difflib.get_close_matches(" ".join(_words(text)), list(by_words), n=3, cutoff=0.4)
         similar = [by_words[words] for words in nearest] or [
             specs[0].name for specs in _KINDS.values()

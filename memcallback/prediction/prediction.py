@@ -638,7 +638,8 @@ class Prediction(Printable):
         if (
             isinstance(device, DeviceSpec)
             and isinstance(traced_for, DeviceSpec)
-            and device.compute_capability != traced_for.compute_capability
+            and (device.compute_capability, device.amd_architecture)
+            != (traced_for.compute_capability, traced_for.amd_architecture)
         ):
             major, minor = traced_for.compute_capability
             yield (

@@ -1,5 +1,6 @@
 """The published measurements of real GPUs, and the command that compares predictions with them."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import real_gpus
 from published import fine_tuning, operators, operators_of_layers
 from published.philox import normal_numbers
+from published.reasons import REASONS, is_off, reason_of
 from published.steps import cases, program, reason_left_out, step_of
 
 CASES = cases()
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_every_case_names_its_source_what_was_measured_and_a_known_card():
@@ -139,3 +142,31 @@ def test_a_fine_tuning_run_takes_what_was_measured_within_half_a_percent():
     # The true length of the longest batch is not known, nor that of the batch before it.
     error = real_gpus.predicted(run, prediction)["error"]
     assert abs(error) < 0.005
+
+
+def committed_rows():
+    (file,) = RESULTS.glob("real-gpus-*/real_gpus.json")
+    return [row for row in json.loads(file.read_text())["rows"] if "left_out" not in row]
+
+
+def test_each_row_that_is_off_has_a_reason_and_each_reason_a_row():
+    rows = committed_rows()
+    off = [row for row in rows if is_off(row)]
+    assert len(off) < len(rows) / 4
+    assert {reason_of(row) for row in off} == set(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"measured": "peak_reserved", "error": 0.0051}, True),
+        ({"measured": "peak_reserved", "error": -0.0049}, False),
+        ({"measured": "nvidia_smi_used", "error": -0.025}, False),
+        ({"measured": "nvidia_smi_used", "error": -0.027}, True),
+        ({"measured": "peak_allocated", "error": 2e-6, "operator": "softmax"}, True),
+        ({"measured": "fits", "is_right": False}, True),
+        ({"measured": "oom", "is_right": True}, False),
+    ],
+)
+def test_what_is_off(row, expected):
+    assert is_off(row) is expected

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.core.kernel import AllocOutput, AllocTemp, FreeTemp
 from memcallback.cuda.kernels.matrix import (
-    CUBLASLT_WORKSPACE_BYTES,
     uses_cublas,
     uses_cublaslt,
 )
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import corrected_result, kernel_of, kernel_rule
+from memcallback.devices.blas import CUBLASLT_WORKSPACE_BYTES
 from memcallback.devices.catalogue import DeviceSpec
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "kernels"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from memcallback.core.units import GiB, MiB
+from memcallback.devices.blas import cublas_workspace_bytes
 from memcallback.devices.catalogue import (
     CATALOGUE,
     CONTEXT_BYTES,
@@ -11,7 +12,6 @@ from memcallback.devices.catalogue import (
     DeviceSpec,
     HostSpec,
     architectures,
-    cublas_workspace_bytes,
     find_device,
 )
 

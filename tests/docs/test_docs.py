@@ -27,7 +27,7 @@ import pytest
 
 import memcallback
 from memcallback import cli
-from memcallback.devices.cards import CARDS
+from memcallback.devices.cards import AMD_CARDS, CARDS
 from memcallback.devices.catalogue import find_device
 from memcallback.report import tags
 from memcallback.step.importer import UsageError
@@ -314,16 +314,19 @@ def test_every_name_of_the_package_in_a_sentence_exists(page):
     assert [name for name in named if not (ROOT / "memcallback" / name).is_dir()] == []
 
 
-def names_of_cards():
+def names_of_cards(begin):
     text = (ROOT / "docs" / "will-it-fit.md").read_text()
-    return re.findall("`(.+?)`", re.search(r"Known cards: (.+?)\.$", text, re.MULTILINE)[1])
+    return re.findall("`(.+?)`", re.search(rf"{begin}.*?: (.+?)\.$", text, re.MULTILINE)[1])
 
 
 def test_the_page_of_predictions_lists_every_card():
-    assert sorted(names_of_cards()) == sorted(CARDS)
+    assert sorted(names_of_cards("Known cards")) == sorted(CARDS)
+    assert [find_device(name).name for name in names_of_cards("By name, of AMD")] == [
+        card[0] for card in AMD_CARDS
+    ]
 
 
-@pytest.mark.parametrize("name", names_of_cards())
+@pytest.mark.parametrize("name", names_of_cards("Known cards"))
 def test_every_card_that_the_page_lists_is_known(name):
     found = find_device(name).name
     assert found in [card[0] for card in CARDS[name]]

@@ -21,7 +21,7 @@ import memcallback as mc
 from memcallback.core.allocation_trace import Alloc, Free, PhaseStart, StepEnd, StepStart
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Category, Phase
-from memcallback.cuda.kernels.matrix import CUBLASLT_WORKSPACE_BYTES
+from memcallback.devices.blas import CUBLASLT_WORKSPACE_BYTES
 from memcallback.devices.catalogue import find_device
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.step.training_step import TrainingStep

@@ -10,9 +10,6 @@ from memcallback.core.kernel import Kernel
 from memcallback.core.types import Category
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
 
-#: The workspace of cuBLASLt where it is not cuBLAS's (`DeviceSpec.cublaslt_workspace`), measured on
-#: the CUDA build of PyTorch 2.11 for compute capability 7.5, 8.0 and 9.0.
-CUBLASLT_WORKSPACE_BYTES = 1 << 20
 #: Matrix product -> the position of its first factor; the second follows.
 _FACTORS = {
     "mm": 0,
@@ -69,7 +66,7 @@ def _product(call: OpCall) -> Kernel | None:
     kernel.output(0)
     copies = [None if _usable(t) else kernel.alloc(dense_bytes(t)) for t in factors]
     if has_workspace:
-        workspace = kernel.alloc(CUBLASLT_WORKSPACE_BYTES, Category.WORKSPACE)
+        workspace = kernel.alloc(call.device.cublaslt_workspace_bytes, Category.WORKSPACE)
         kernel.open_blas()
         kernel.free(workspace)
     kernel.free(*reversed(copies))

@@ -15,7 +15,7 @@ from memcallback.core.tensors import is_on, own_bytes, storage_bytes, tensors_in
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.core.types import Category
 from memcallback.core.units import parse_bytes
-from memcallback.devices.catalogue import cublas_workspace_bytes
+from memcallback.devices.blas import cublas_workspace_bytes
 from memcallback.prediction.predict_here import quietly
 from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
 from memcallback.prediction.textbook.layer_table import LayerTable

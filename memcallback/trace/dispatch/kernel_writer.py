@@ -16,7 +16,6 @@ from memcallback.core.kernel import (
 from memcallback.core.torch_private import no_dispatch
 from memcallback.core.types import Category
 from memcallback.cuda.kernels.matrix import (
-    CUBLASLT_WORKSPACE_BYTES,
     uses_cublas,
     uses_cublaslt,
 )
@@ -87,7 +86,7 @@ class KernelWriter:
         """Open the handles that a matrix product needs, and give the new workspaces."""
         needed = {"cuBLAS": call.device.cublas_workspace_bytes}
         if uses_cublaslt(call) and call.device.cublaslt_workspace == "each handle":
-            needed["cuBLASLt"] = CUBLASLT_WORKSPACE_BYTES
+            needed["cuBLASLt"] = call.device.cublaslt_workspace_bytes
         for library, workspace_bytes in needed.items():
             handle = (library, is_backward, ledger.stream)
             if handle not in self._workspaces:
