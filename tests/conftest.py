@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,13 @@ def pytest_configure(config):
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has left tests out
 def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--part"):
+        number, num_parts = map(int, part.split("/"))
+        of_part = parts_of(items, num_parts)[number - 1]
+        config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
+        items[:] = [one for one in items if one.path in of_part]
     items.sort(key=lambda item: ORDER.get(path_of(item.path), len(ORDER)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
@@ -64,6 +71,16 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def parts_of(items, num_parts):
+    """The files of each part, with about as many tests in one as in another."""
+    parts, sizes = [set() for _ in range(num_parts)], [0] * num_parts
+    for path, size in sorted(Counter(item.path for item in items).items(), key=lambda one: -one[1]):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].add(path)
+        sizes[smallest] += size
+    return parts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,6 +112,11 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--quick", action="store_true", help="leave out the slow files (see tests/slow_files.py)"
+    )
+    parser.addoption(
+        "--part",
+        metavar="NUMBER/TOTAL",
+        help="run the files of one part of so many, with about as many tests in each",
     )
     parser.addoption(
         "--num-programs",
