@@ -58,7 +58,7 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)  # after `-m` has left tests out
 def pytest_collection_modifyitems(config, items):
     if part := config.getoption("--part"):
-        number, num_parts = map(int, part.split("/"))
+        number, num_parts = part
         of_part = parts_of(items, num_parts)[number - 1]
         config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
         items[:] = [one for one in items if one.path in of_part]
@@ -71,6 +71,14 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def part(text):
+    """The number of a part and of all parts, from `1/2`."""
+    number, _, num_parts = text.partition("/")
+    if not (number.isdigit() and num_parts.isdigit() and 1 <= int(number) <= int(num_parts)):
+        raise ValueError(f"{text} is no part, such as 1/2")
+    return int(number), int(num_parts)
 
 
 def parts_of(items, num_parts):
@@ -115,6 +123,7 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--part",
+        type=part,
         metavar="NUMBER/TOTAL",
         help="run the files of one part of so many, with about as many tests in each",
     )

@@ -5,13 +5,16 @@ A question makes cuDNN open a context on the card that it finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 _Value = TypeVar("_Value")
 #: Question -> answer.
 Answers: TypeAlias = dict[Hashable, Any]
+#: None is an answer.
+_UNKNOWN = object()
 
 
 class NotAnswered(Exception):
@@ -34,13 +37,14 @@ def answer(question: Hashable, ask: Callable[[], _Value]) -> _Value:
     source = _source.get()
     if source is None:
         return ask()
-    if question not in source.answers:
-        if source.on_new is None:
-            raise NotAnswered(question)
-        source.answers[question] = value = ask()
-        source.on_new({question: value})
-        return value
-    return source.answers[question]  # type: ignore[no-any-return]
+    known = source.answers.get(question, _UNKNOWN)
+    if known is not _UNKNOWN:
+        return known  # type: ignore[no-any-return]
+    if source.on_new is None:
+        raise NotAnswered(question)
+    source.answers[question] = value = ask()
+    source.on_new({question: value})
+    return value
 
 
 def with_answers(
@@ -54,6 +58,16 @@ def with_answers(
 
     # Of its own, so that no interrupt can leave the caller's as it is during the work.
     return copy_context().run(run)
+
+
+@contextmanager
+def asking_here() -> Iterator[None]:
+    """Ask each question here, once."""
+    token = _source.set(_Source({}, lambda new: None))
+    try:
+        yield
+    finally:
+        _source.reset(token)
 
 
 def has_answers() -> bool:

@@ -12,8 +12,9 @@ LtWorkspace = Literal["each call", "each handle", "shared"]
 #: The workspace of cuBLASLt where it is not cuBLAS's, measured on the CUDA build of PyTorch 2.11
 #: for compute capability 7.5, 8.0 and 9.0.
 CUBLASLT_WORKSPACE_BYTES = 1 * MiB
-#: Architectures of AMD whose hipBLAS has the larger workspace.
+#: Architectures of AMD whose hipBLAS has the larger workspace, and those that prefer hipBLASLt.
 _LARGE_OF_AMD = ("gfx94", "gfx95")
+_PREFERS_HIPBLASLT = ("gfx90a", "gfx94", "gfx95")
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], torch_version: tuple[int, int]) -> int:
@@ -64,7 +65,16 @@ def hipblaslt_workspace_bytes(torch_version: tuple[int, int]) -> int:
     """The workspace of hipBLASLt; not counted before PyTorch 2.6.
 
     Source: `parseCUDABlasLtWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp in a ROCm build (pull
-    request 139300). None was measured. HIPBLASLT_WORKSPACE_SIZE would change it; it is not
+    request 139300). AMD's own builds of PyTorch 2.13 and 2.14 take 80 MiB (ROCm/pytorch pull
+    requests 3657 and 3656). None was measured. HIPBLASLT_WORKSPACE_SIZE would change it; it is not
     followed.
     """
     return 0 if torch_version < (2, 6) else 76 * MiB
+
+
+def prefers_hipblaslt(architecture: str) -> bool:
+    """Whether hipBLASLt, not hipBLAS, computes products in float32, float16 and bfloat16.
+
+    Source: `Context::blasPreferredBackend` and `getHipblasltPreferredArchs` in ATen/Context.cpp.
+    """
+    return architecture.startswith(_PREFERS_HIPBLASLT)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 from memcallback.devices import blas, cards
+from memcallback.devices.card_names import may_mean, words_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,12 @@ class DeviceSpec:
     amd_architecture: str | None = None
 
     @property
+    def architecture(self) -> str:
+        """In words: `compute capability 8.0`, or `gfx942`."""
+        major, minor = self.compute_capability
+        return self.amd_architecture or f"compute capability {major}.{minor}"
+
+    @property
     def cublas_workspace_bytes(self) -> int:
         """The workspace of each cuBLAS handle; on AMD of hipBLAS."""
         if self.amd_architecture is not None:
@@ -78,6 +85,11 @@ class DeviceSpec:
         if self.amd_architecture is not None:
             return blas.hipblaslt_workspace_bytes(self._torch_version)
         return blas.CUBLASLT_WORKSPACE_BYTES
+
+    @property
+    def prefers_cublaslt(self) -> bool:
+        """Whether cuBLASLt computes all products in float32, float16 and bfloat16: on AMD alone."""
+        return blas.prefers_hipblaslt(self.amd_architecture or "")
 
     @property
     def _torch_version(self) -> tuple[int, int]:
@@ -207,6 +219,11 @@ CATALOGUE: tuple[DeviceSpec, ...] = tuple(spec for specs in _KINDS.values() for 
 #: The architecture that is assumed if only a size is known, and another whose libraries take the
 #: other size of workspace (`cublas_workspace_bytes`).
 _ANY, _OTHER = _KINDS["A100"][0], _KINDS["H100"][0]
+_OF_AMD = (
+    f"A card of AMD is predicted with the kernels of {_ANY.name}, and with workspaces of hipBLAS "
+    "and hipBLASLt as PyTorch's source has them. Convolutions, recurrent layers and attention may "
+    "need more or less. We have measured nothing on this card."
+)
 _KINDS |= {
     name: (
         replace(
@@ -214,11 +231,7 @@ _KINDS |= {
             name=name,
             capacity_bytes=memory_gib * GiB,
             amd_architecture=architecture,
-            caveats=(
-                f"{name} is predicted with the kernels of {_ANY.name}, and with workspaces of "
-                "hipBLAS and hipBLASLt as PyTorch's source has them. Convolutions and attention "
-                "may need other workspaces. We have measured nothing on this card.",
-            ),
+            caveats=(_OF_AMD,),
         ),
     )
     for name, architecture, memory_gib in cards.AMD_CARDS
@@ -230,7 +243,7 @@ _LOCAL_CUDA = re.compile(r"cuda(:\d+)?")
 _CPU = re.compile(r"cpu(:\d+)?")
 #: A size as cards are sold, and the sizes of cards: makers write GB and mean GiB.
 _SOLD = re.compile(r"(\d+)\s*gb")
-_SOLD_GB = frozenset({8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141, 192})
+_SOLD_GB = frozenset({8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192, 256})
 #: A size, possibly with a wrong unit; `5070 ti` is a card.
 _LIKE_A_SIZE = re.compile(r"-?\s*[\d.,_]+\s*(?!ti$)[kmgt][a-z]*")
 
@@ -271,9 +284,9 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     size_bytes = _size(device)
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
-    words = set(_words(device))
-    matches = [spec for spec in ALL_CARDS if words == set(_words(spec.name))] or [
-        spec for spec in ALL_CARDS if _matches(words, spec)
+    words = set(words_of(device))
+    matches = [spec for spec in ALL_CARDS if words == set(words_of(spec.name))] or [
+        spec for spec in ALL_CARDS if may_mean(words, spec.name)
     ]
     if not matches and size_bytes is not None:
         _large_enough(device, size_bytes)
@@ -331,57 +344,27 @@ def _large_enough(device: object, size_bytes: int) -> int:
 
 
 def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
-    major, minor = like.compute_capability
     text = (
         f"Only the size of the card is known, {format_bytes(capacity_bytes)}. Workspaces and "
         "kernels depend on its architecture, which is assumed to be that of "
-        f"{like.name} (compute capability {major}.{minor}). Name the card if you know it."
+        f"{like.name} ({like.architecture}). Name the card if you know it."
     )
     return replace(
         like,
         name=f"a card of {format_bytes(capacity_bytes)}",
         capacity_bytes=capacity_bytes,
-        caveats=(text,),
+        caveats=(text, *((_OF_AMD,) if like.amd_architecture else ())),
         local_index=None,
         architecture_of=like.name,
     )
 
 
-#: Words that do not distinguish cards: makers' and series' names.
-_MAKERS = frozenset(
-    {"nvidia", "geforce", "tesla", "rtx", "generation", "amd", "instinct", "radeon", "rx"}
-)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    """The words of a name that distinguish cards: `4090` of `GeForce RTX4090`."""
-    words = re.sub(r"\brtx(?=\d)", "rtx ", text.lower())
-    return tuple(word for word in re.findall(r"[a-z0-9]+", words) if word not in _MAKERS)
-
-
-#: Words of names -> what people say instead. The driver's name of the H100 lacks the word SXM.
-_ALIASES = {"sxm2": "sxm", "sxm4": "sxm", "hbm3": "sxm"}
-
-
-#: Words that make another card of a name, which the name alone does not mean.
-_OF_ANOTHER_CARD = frozenset({"ti"})
-
-
-def _matches(words: set[str], spec: DeviceSpec) -> bool:
-    """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`."""
-    names = _words(spec.name)
-    if _OF_ANOTHER_CARD & set(names) - words:
-        return False
-    return bool(words) and all(
-        any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
-        for word in words
-    )
-
-
 def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
-        by_words = {" ".join(_words(name)): name for name in (spec.name for spec in ALL_CARDS)}
-        nearest = difflib.get_close_matches(" ".join(_words(text)), list(by_words), n=3, cutoff=0.4)
+        by_words = {" ".join(words_of(name)): name for name in (spec.name for spec in ALL_CARDS)}
+        nearest = difflib.get_close_matches(
+            " ".join(words_of(text)), list(by_words), n=3, cutoff=0.4
+        )
         similar = [by_words[words] for words in nearest] or [
             specs[0].name for specs in _KINDS.values()
         ][:6]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
-from memcallback.core.answers import with_answers
+from memcallback.core.answers import asking_here
 from memcallback.core.errors import warn_and_go_on
 from memcallback.isolation.child import is_in_child
 from memcallback.isolation.isolated import (
@@ -90,14 +90,10 @@ def report_progress(say: Callable[[str], None], of: str = "traces") -> Callable[
 def _here(work: Callable[[TraceProgress], T], progress: TraceProgress | None) -> T:
     """Run it in this process, and warn of fake tensors that the user's program has kept."""
     known = live_modes()
-
-    def run() -> T:
-        with without_modes():
-            return work(lambda done, num_all: _tell(progress, done, num_all))
-
     try:
         # Here means here: not one replay of it starts a process.
-        return with_answers({}, run, on_new=lambda new: None)
+        with asking_here(), without_modes():
+            return work(lambda done, num_all: _tell(progress, done, num_all))
     finally:
         for holder in () if is_in_child() else leftovers(known):
             warn_and_go_on(

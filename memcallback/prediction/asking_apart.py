@@ -19,6 +19,8 @@ _TIMEOUT_S = 60.0
 #: More than a training needs; a search for batch sizes asks some thousand questions.
 _MOST_ANSWERS = 65536
 _known: Answers = {}
+#: Whether a child could not be had, or did not answer all. Then none is tried again.
+_has_failed = False
 
 
 def asking_apart(work: Callable[[], T]) -> T:
@@ -28,20 +30,23 @@ def asking_apart(work: Callable[[], T]) -> T:
     has one already, and what a child does not answer. The work is run up to three times, so it must
     give the same each time.
     """
+    global _known, _has_failed
     if has_answers() or is_cuda_refused() or not can_isolate():
         return work()
     with suppress(NotAnswered):
         return with_answers(_known, work)
-    if _has_context():
+    if _has_failed or _has_context():
         return work()
     if len(_known) > _MOST_ANSWERS:
-        _known.clear()
-    # A child that cannot be had, is ended or fails on its own leaves the rest to this process.
-    with suppress(Exception):
+        _known = {}
+    known = _known
+    try:
         run_isolated(
-            lambda report: _ask(work, report), timeout_s=_TIMEOUT_S, on_report=_known.update
+            lambda report: _ask(work, report), timeout_s=_TIMEOUT_S, on_report=known.update
         )
-    return with_answers(_known, work, on_new=lambda new: None)
+    except Exception:  # no child can be had, or it was ended
+        _has_failed = True
+    return with_answers(known, work, on_new=lambda new: None)
 
 
 def _has_context() -> bool:

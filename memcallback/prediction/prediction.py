@@ -638,12 +638,10 @@ class Prediction(Printable):
         if (
             isinstance(device, DeviceSpec)
             and isinstance(traced_for, DeviceSpec)
-            and (device.compute_capability, device.amd_architecture)
-            != (traced_for.compute_capability, traced_for.amd_architecture)
+            and device.architecture != traced_for.architecture
         ):
-            major, minor = traced_for.compute_capability
             yield (
-                f"The step was traced for {traced_for.name} (compute capability {major}.{minor}), "
+                f"The step was traced for {traced_for.name} ({traced_for.architecture}), "
                 "so workspaces and kernels are those of that card. memcallback.predict(step, "
                 f"device=...) traces it for {device.name}."
             )

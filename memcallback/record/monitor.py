@@ -14,7 +14,7 @@ import torch
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
-from memcallback.devices.catalogue import ALL_CARDS
+from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
 from memcallback.prediction.predict_or_warn import (
@@ -88,7 +88,7 @@ class Monitor:
     ) -> None:
         target = settings.target
         # Of a card by name the caveats say which one was meant; its architecture is nothing here.
-        is_named = target is not None and any(target.name == card.name for card in ALL_CARDS)
+        is_named = target is not None and any(target.name == card.name for card in CATALOGUE)
         self.notes: tuple[str, ...] = target.caveats if target and is_named else ()
         self.report: Report | None = None
         self.out_of_memory: OutOfMemoryReport | None = None

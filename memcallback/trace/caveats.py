@@ -12,6 +12,7 @@ from memcallback.core.kernel import KernelCall
 from memcallback.core.tensors import torch_version
 from memcallback.cuda.convolution import cudnn
 from memcallback.cuda.convolution.rule import workspaces_are_known
+from memcallback.devices.catalogue import DeviceSpec
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.step import Step
 
@@ -72,7 +73,7 @@ def caveats(
     step: Step,
     calls: tuple[KernelCall, ...],
     *,
-    on_card: bool,
+    card: DeviceSpec | None,
     is_compilation_told: bool,
     has_no_operators: bool,
 ) -> Iterator[str]:
@@ -116,7 +117,9 @@ def caveats(
     if step.ranks is not None:
         rank = f"Rank {step.ranks.rank} of {step.ranks.world_size} under {step.ranks.name}"
         yield f"{rank}: collectives are assumed to take no time."
-    if on_card and any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
+    if card is None or card.amd_architecture:
+        return  # on AMD MIOpen runs in place of cuDNN; the card says so
+    if any(isinstance(module, nn.RNNBase) for module in step.model.modules()):
         yield _RECURRENT
     if any("convolution" in call.operator for call in calls):
         if not workspaces_are_known():

@@ -521,7 +521,7 @@ class _Tracer:
                 *caveats(
                     request.step,
                     ledger.calls,
-                    on_card=request.device is not None,
+                    card=request.device,
                     is_compilation_told=code.has_compiled or code.is_noted,
                     has_no_operators=code.has_no_operators,
                 ),

@@ -36,7 +36,8 @@ def test_a_card_is_found_by_name(text, name, memory_gib):
 def test_every_card_says_what_is_assumed(card):
     assert find_device(card.name) == card
     (caveat,) = card.caveats
-    assert caveat.startswith(f"{card.name} is predicted with the kernels of NVIDIA A100")
+    assert caveat.startswith("A card of AMD is predicted with the kernels of NVIDIA A100")
+    assert caveat.endswith("We have measured nothing on this card.")
 
 
 def test_a_name_without_its_last_letter_is_no_card():
@@ -62,15 +63,19 @@ def test_workspaces_follow_pytorch_s_source(name, torch_version, hipblas_mib, hi
     assert card.cublaslt_workspace == owner
 
 
-def predicted(name):
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
-    step = mc.TrainingStep(
-        model,
-        torch.rand(16, 64),
+def step(model=None, dtype=torch.float32):
+    model = model or nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return mc.TrainingStep(
+        model.to(dtype),
+        torch.rand(16, 64, dtype=dtype),
         loss=lambda model, batch: model(batch).sum(),
         optimizer=torch.optim.AdamW,
     )
-    return mc.predict(step, device=replace(find_device(name), torch_version=(2, 11)))
+
+
+def predicted(name, of=None, torch_version=(2, 11)):
+    card = replace(find_device(name), torch_version=torch_version)
+    return mc.predict(of or step(), device=card)
 
 
 def sizes(prediction, *, of_workspaces):
@@ -81,15 +86,71 @@ def sizes(prediction, *, of_workspaces):
     )
 
 
-def test_a_step_differs_from_that_of_an_a100_in_its_workspaces_alone():
-    amd, nvidia = predicted("MI300X"), predicted("A100-80GB")
+@pytest.mark.parametrize("name", ["MI300X", "MI250", "MI100"])
+def test_a_step_differs_from_that_of_an_a100_in_its_workspaces_alone(name):
+    amd, nvidia = predicted(name), predicted("A100-80GB")
     assert sizes(amd, of_workspaces=False) == sizes(nvidia, of_workspaces=False)
-    # Each of the two threads has handles of its own; without gradients of biases no cuBLASLt.
-    assert sizes(nvidia, of_workspaces=True) == {8_519_680: 2, 1 * MiB: 1}
-    assert sizes(amd, of_workspaces=True) == {128 * MiB: 2, 76 * MiB: 1}
-    assert any("workspaces of hipBLAS" in caveat for caveat in amd.caveats)
+    assert amd.caveats[0].startswith("A card of AMD")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        # Each of the two threads has handles of its own.
+        ("A100-80GB", torch.float32, {8_519_680: 2, 1 * MiB: 1}),
+        ("MI300X", torch.float32, {76 * MiB: 2}),
+        ("MI300X", torch.bfloat16, {76 * MiB: 2}),
+        ("MI250", torch.float32, {76 * MiB: 2}),
+        # Here hipBLASLt adds biases alone, and there it has no products in double precision.
+        ("MI100", torch.float32, {32 * MiB: 2, 76 * MiB: 1}),
+        ("MI300X", torch.float64, {128 * MiB: 2, 76 * MiB: 1}),
+    ],
+)
+def test_each_product_takes_the_workspace_of_its_library(name, dtype, expected):
+    assert sizes(predicted(name, step(dtype=dtype)), of_workspaces=True) == expected
+
+
+def test_an_old_pytorch_takes_a_workspace_for_each_call():
+    old = sizes(predicted("MI300X", torch_version=(2, 8)), of_workspaces=True)
+    # Three products of an update in the backward pass and two in the forward pass; two updates.
+    assert set(old) == {76 * MiB}
+    assert old[76 * MiB] == 2 * 5
+    assert set(sizes(predicted("MI300X", torch_version=(2, 5)), of_workspaces=True)) <= {0}
 
 
 def test_a_step_traced_for_nvidia_keeps_its_workspaces_on_amd():
     prediction = predicted("A100-80GB").on("MI300X")
-    assert any("The step was traced for NVIDIA A100" in caveat for caveat in prediction.caveats)
+    assert any(
+        "was traced for NVIDIA A100-SXM4-80GB (compute capability 8.0)" in caveat
+        for caveat in prediction.caveats
+    )
+
+
+def test_another_size_of_an_amd_card_is_still_one():
+    prediction = predicted("MI300X").on("24GiB")
+    assert prediction.device.amd_architecture == "gfx942"
+    assert any("that of AMD Instinct MI300X (gfx942)" in said for said in prediction.caveats)
+    assert any(said.startswith("A card of AMD") for said in prediction.caveats)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv1d(64, 8, 3), nn.LSTM(64, 8)])
+def test_nothing_is_said_of_cudnn(layer):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, batch):
+            out = self.layer(batch.T if isinstance(self.layer, nn.Conv1d) else batch)
+            return out if torch.is_tensor(out) else out[0]
+
+    said = mc.predict(
+        mc.TrainingStep(
+            Model(),
+            torch.rand(16, 64),
+            loss=lambda model, batch: model(batch).sum(),
+            optimizer=torch.optim.SGD,
+        ),
+        device="MI300X",
+    ).caveats
+    assert not any("cuDNN" in caveat for caveat in said)

@@ -63,6 +63,7 @@ def library(request, monkeypatch):
     monkeypatch.setattr(workspace, "_plans", noted_plans)
     monkeypatch.setattr(isolated, "_fork", noted_fork)
     monkeypatch.setattr(asking_apart, "_known", {})
+    monkeypatch.setattr(asking_apart, "_has_failed", False)
     monkeypatch.delenv("MEMCALLBACK_ISOLATE")
     if "cuda" not in request.keywords:  # other tests of this process may have used CUDA
         monkeypatch.setattr(asking_apart, "is_cuda_initialized", lambda: False)
@@ -189,6 +190,25 @@ def test_without_a_child_it_is_asked_here(monkeypatch, error):
     refuse_to_fork(monkeypatch, error)
     assert of_replay(prediction.at(48)) == expected
     assert asked_here
+
+
+def test_after_a_child_that_hangs_none_is_started(monkeypatch):
+    prediction = predicted()
+    test, plans = os.getpid(), workspace._plans
+
+    def plans_of_a_child_that_hangs(*problem, **options):
+        if os.getpid() != test:
+            threading.Event().wait()
+        return plans(*problem, **options)
+
+    monkeypatch.setattr(workspace, "_plans", plans_of_a_child_that_hangs)
+    monkeypatch.setattr(asking_apart, "_TIMEOUT_S", 0.5)
+    clear()
+    peaks = [prediction.at(size).peak_reserved_bytes for size in (48, 49, 50)]
+    assert started == ["a child"]
+    monkeypatch.setattr(workspace, "_plans", plans)
+    clear()
+    assert peaks == [predicted(size).peak_reserved_bytes for size in (48, 49, 50)]
 
 
 def test_what_a_child_does_not_answer_is_asked_here(monkeypatch):

@@ -37,6 +37,8 @@ def uses_cublaslt(call: OpCall) -> bool:
 
     Inductor has it write into outputs with padded rows, which cuBLASLt is not asked for.
     """
+    if uses_cublaslt_alone(call):
+        return True
     if call.operator == "bitsandbytes::gemm_4bit":  # it calls `linear`
         return call.by_name["bias"] is not None
     if call.name not in ("addmm", "_addmm_activation") or not uses_cublas(call):
@@ -47,6 +49,12 @@ def uses_cublaslt(call: OpCall) -> bool:
     is_row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
     fits = bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1
     return is_row and bias.is_contiguous() and beta == 1 and fits and not bias.dtype.is_complex
+
+
+def uses_cublaslt_alone(call: OpCall) -> bool:
+    """Whether a product needs no workspace of cuBLAS; on some cards of AMD."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    return call.device.prefers_cublaslt and uses_cublas(call) and call.outputs[0].dtype in dtypes
 
 
 def _product(call: OpCall) -> Kernel | None:

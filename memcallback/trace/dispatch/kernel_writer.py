@@ -18,6 +18,7 @@ from memcallback.core.types import Category
 from memcallback.cuda.kernels.matrix import (
     uses_cublas,
     uses_cublaslt,
+    uses_cublaslt_alone,
 )
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import kernel_rule
@@ -84,7 +85,9 @@ class KernelWriter:
         self, ledger: Ledger, call: OpCall, name: str, *, is_backward: bool
     ) -> Iterator[Entry]:
         """Open the handles that a matrix product needs, and give the new workspaces."""
-        needed = {"cuBLAS": call.device.cublas_workspace_bytes}
+        needed = {}
+        if not uses_cublaslt_alone(call):
+            needed["cuBLAS"] = call.device.cublas_workspace_bytes
         if uses_cublaslt(call) and call.device.cublaslt_workspace == "each handle":
             needed["cuBLASLt"] = call.device.cublaslt_workspace_bytes
         for library, workspace_bytes in needed.items():
