@@ -320,7 +320,7 @@ def rows_that_are_off(compared: list[dict[str, Any]]) -> list[str]:
         "",
         f"Off are {len(off)} of {len(compared)} rows: peaks of the allocator by more than 0.5 %, "
         "single operators by more than 0.0001 %, nvidia-smi by more than 2.6 % (so far apart are "
-        "the repeats of one source), and the wrong side. Whose: "
+        "xMem's own repeats), and the wrong side. Whose: "
         + ", ".join(f"{whose} {counts[whose]}" for whose in ("ours", "unknowable"))
         + ".",
         "",

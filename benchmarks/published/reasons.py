@@ -9,13 +9,13 @@ from typing import Any, Literal
 MiB = 1 << 20
 #: Above this a peak of PyTorch's allocator is off: the bar of the median.
 _ALLOCATOR = 0.005
-#: Above this nvidia-smi's value is: so far the repeats of one source (xMem) are apart.
+#: Above this nvidia-smi's value is: so far apart are xMem's own repeats.
 _NVIDIA_SMI = 0.026
 #: Above this a single operator's peak is; less is the rounding of a published decimal.
 _OPERATOR = 1e-6
-#: What a context was seen to grow by when libraries load kernels: 619 to 863 MiB on an H200
-#: (docs/real-gpus.md). Twice that is still taken for it.
-_KERNELS_BYTES = 2 * (863 - 619) * MiB
+#: What a context was seen to grow by when libraries load kernels: from 619 to 863 MiB on an H200
+#: (docs/real-gpus.md).
+_KERNELS_BYTES = (863 - 619) * MiB
 
 Row = dict[str, Any]
 
@@ -42,9 +42,12 @@ def _named(*starts: str) -> Callable[[Row], bool]:
 
 def _lacks_kernels(row: Row) -> bool:
     """Whether nvidia-smi shows a little more than was predicted."""
-    if row["measured"] != "nvidia_smi_used":
-        return False
-    return bool(0 < row["value"] - row["predicted"] <= _KERNELS_BYTES)
+    lacking_bytes = row["value"] - row["predicted"] if row["measured"] == "nvidia_smi_used" else 0
+    return bool(0 < lacking_bytes <= _KERNELS_BYTES)
+
+
+def _is_of_one_block(row: Row) -> bool:
+    return bool("operator" in row and abs(row["value"] - row["predicted"]) <= 1 * MiB)
 
 
 #: The first that explains a row is its reason.
@@ -56,8 +59,13 @@ REASONS = (
     ),
     Reason(
         "unknowable",
-        "nvidia-smi counts the kernels that libraries load when they are first needed",
-        lambda row: not row["id"].startswith("hf-") and _lacks_kernels(row),
+        "a part of the program was not published and is inferred or a guess",
+        lambda row: row["trust"] == "C" and not row["id"].startswith("peft-prefix"),
+    ),
+    Reason(
+        "ours",
+        "a context grows when libraries load kernels, and we predict none that grows",
+        _lacks_kernels,
     ),
     Reason(
         "ours",
@@ -68,45 +76,20 @@ REASONS = (
     Reason(
         "unknowable",
         "cuDNN's version was not recorded, and another version may choose other algorithms",
-        _named("gpumemnet-", "liger-multi_token_attention"),
+        _named("gpumemnet-", "liger-multi_token", "liger-sparse_multi_token"),
     ),
     Reason(
-        "unknowable",
-        "PyTorch 1.10 and the Trainer of 2021: neither their allocator nor their optimizer is "
-        "today's",
+        "ours",
+        "PyTorch 1.10 and the optimizer of its Trainer ran, which we have not rebuilt",
         _named("hf-bertlarge"),
     ),
+    Reason("unknowable", "the batch size was not published and is inferred", _named("colossal-")),
     Reason(
         "unknowable",
-        "the batch size is inferred",
-        _named("colossal-"),
+        "at most 1 MiB, by which a block is rounded up: that depends on what ran before",
+        _is_of_one_block,
     ),
-    Reason("unknowable", "precision and attention are guesses", _named("mesa-")),
-    Reason(
-        "unknowable",
-        "a block is rounded up by at most 1 MiB, which depends on what ran before in the process",
-        _named("liger-fused_moe", "liger-fused_neighborhood_attention"),
-    ),
-    Reason(
-        "ours",
-        "at most 16 KiB; we have not found what",
-        lambda row: "operator" in row and abs(row["predicted"] - row["value"]) <= 16 * 1024,
-    ),
-    Reason(
-        "unknowable",
-        "the first step needs the most, and the length of the first batch was not recorded",
-        _named("peft-full"),
-    ),
-    Reason(
-        "ours",
-        "for each virtual token 6 MiB are missing; we have not found what",
-        _named("peft-prefixtuning"),
-    ),
-    Reason(
-        "ours",
-        "we have not found what; a development version of PEFT ran",
-        _named("peft-"),
-    ),
+    Reason("ours", "we have not found what is missing", lambda row: True),
 )
 
 
