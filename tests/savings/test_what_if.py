@@ -190,9 +190,13 @@ def test_each_saving_is_in_a_group(plan):
     assert group["accumulate 2 batches"] == mc.SavingGroup.CHANGES_NUMBERS
     assert group["16-true"] == mc.SavingGroup.CHANGES_TRAINING
     assert group["SGD"] == mc.SavingGroup.CHANGES_TRAINING
-    assert group["checkpoint_sequential, 3 segments + accumulate 4 batches"] == (
-        mc.SavingGroup.CHANGES_NUMBERS
-    )
+    # How many batches depends on what the compared PyTorch needs.
+    (together,) = {
+        group[saving]
+        for saving in group
+        if saving.startswith("checkpoint_sequential, 3 segments + accumulate")
+    }
+    assert together == mc.SavingGroup.CHANGES_NUMBERS
     assert plan.current.group == mc.SavingGroup.SAME_RESULT
     for one, data in zip(plan.rows, plan.to_dict()["savings"], strict=True):
         assert json.loads(json.dumps(data))["group"] == one.group.value

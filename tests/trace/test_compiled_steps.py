@@ -27,6 +27,8 @@ pytestmark = [
 ]
 #: With the workspaces of the PyTorch that ran on the devices.
 CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
+#: Whether PyTorch compiles the forward pass of its own classes in place.
+COMPILES_ITS_OWN = torch_version() >= (2, 14)
 needs_known_compiler = pytest.mark.skipif(
     torch_version() > (2, 13), reason="PyTorch 2.14 asks a card as it compiles this"
 )
@@ -83,8 +85,7 @@ class Network(nn.Module):
 
 @pytest.mark.parametrize(
     ("make_model", "allocated_bytes"),
-    # PyTorch does not compile the forward pass of its own classes in place.
-    [(Network, 353_563_648), (perceptron, 445_875_200)],
+    [(Network, 353_563_648), (perceptron, 353_563_648 if COMPILES_ITS_OWN else 445_875_200)],
 )
 def test_compiling_in_place_and_autocast_are_predicted_as_they_ran_on_a_device(
     make_model, allocated_bytes
@@ -101,6 +102,7 @@ def test_compiling_in_place_and_autocast_are_predicted_as_they_ran_on_a_device(
     assert mc.predict(step, device=CARD).peak_allocated_bytes == allocated_bytes
 
 
+@pytest.mark.skipif(COMPILES_ITS_OWN, reason="PyTorch 2.14 passes over nothing there")
 def test_what_torch_compile_passes_over_is_said():
     model = perceptron()
     model.compile()
@@ -288,7 +290,6 @@ class CompiledAdamW(torch.optim.AdamW):
         self.step = torch.compile(self.step)
 
 
-@needs_known_compiler
 def test_a_compiled_optimizer_is_predicted_as_it_ran_on_a_device():
     step = mc.TrainingStep(
         nn.Linear(1024, 1024), torch.zeros(64, 1024), loss=squares, optimizer=CompiledAdamW
