@@ -3,6 +3,7 @@ hand here.
 """
 
 import json
+import re
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -190,13 +191,11 @@ def test_each_saving_is_in_a_group(plan):
     assert group["accumulate 2 batches"] == mc.SavingGroup.CHANGES_NUMBERS
     assert group["16-true"] == mc.SavingGroup.CHANGES_TRAINING
     assert group["SGD"] == mc.SavingGroup.CHANGES_TRAINING
-    # How many batches depends on what the compared PyTorch needs.
-    (together,) = {
-        group[saving]
-        for saving in group
-        if saving.startswith("checkpoint_sequential, 3 segments + accumulate")
-    }
-    assert together == mc.SavingGroup.CHANGES_NUMBERS
+    # In how many segments depends on what the installed PyTorch needs.
+    together = r"checkpoint_sequential, \d segments \+ accumulate 4 batches"
+    assert [group[saving] for saving in group if re.fullmatch(together, saving)] == [
+        mc.SavingGroup.CHANGES_NUMBERS
+    ]
     assert plan.current.group == mc.SavingGroup.SAME_RESULT
     for one, data in zip(plan.rows, plan.to_dict()["savings"], strict=True):
         assert json.loads(json.dumps(data))["group"] == one.group.value
