@@ -29,9 +29,6 @@ pytestmark = [
 CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
 #: Whether PyTorch compiles the forward pass of its own classes in place.
 COMPILES_ITS_OWN = torch_version() >= (2, 14)
-needs_known_compiler = pytest.mark.skipif(
-    torch_version() > (2, 13), reason="PyTorch 2.14 asks a card as it compiles this"
-)
 COMPILED = "Compiled code is predicted from what Inductor of PyTorch"
 AS_EAGER = "Compiled code ran as it would without compilation"
 
@@ -319,7 +316,6 @@ class Attention(nn.Module):
         )
 
 
-@needs_known_compiler
 def test_activation_checkpointing_inside_of_compiled_code_is_predicted_compiled():
     def step(*, is_checkpointed):
         model = torch.compile(Attention(is_checkpointed=is_checkpointed))

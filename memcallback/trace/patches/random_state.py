@@ -34,6 +34,8 @@ class _Generator(torch.Generator):
 def random_state_patches() -> Iterator[Patch]:
     """Give the card a generator, and let operators run with the state of another time."""
     yield torch.cuda, "default_generators", (_Generator(),)
+    if hasattr(torch._C, "_accelerator_getDefaultGenerator"):  # which Inductor of 2.14 asks
+        yield torch._C, "_accelerator_getDefaultGenerator", lambda index: _Generator()
     for name in ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state"):
         operator = getattr(rng_prims, name)
         yield operator, "python_key_table", {**operator.python_key_table, TraceMode: _RUN[name]}
