@@ -26,7 +26,8 @@ def _is_from_signal(error: BaseException) -> bool:
     frame, but it interrupts between or inside calls: a `KeyboardInterrupt` that no `raise`
     statement made is taken for a real one.
     """
-    handlers = set(_handlers())
+    remember_handlers()
+    handlers = _remembered
     frames = list(_frames(error.__traceback__))
     if any(frame.tb_frame.f_code in handlers for frame in frames):
         return True
@@ -35,6 +36,15 @@ def _is_from_signal(error: BaseException) -> bool:
     innermost = frames[-1]
     number = innermost.tb_frame.f_code.co_code[innermost.tb_lasti]
     return dis.opname[number] != "RAISE_VARARGS"
+
+
+#: The code of all signal handlers that were there when we looked. One that has run may be gone.
+_remembered: set[CodeType] = set()
+
+
+def remember_handlers() -> None:
+    """Know the signal handlers of now later, too: one may take itself away before it raises."""
+    _remembered.update(_handlers())
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

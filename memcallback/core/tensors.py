@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -89,9 +89,13 @@ def walk(
             pending.pop()
 
 
-def tensors_in(obj: object) -> Iterator[torch.Tensor]:
-    """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order."""
-    return (item for item in walk([obj], _children) if isinstance(item, torch.Tensor))
+def tensors_in(obj: object, *, most: int | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor in a nesting of mappings, sequences, sets, dataclasses and objects, in order.
+
+    Of many objects the first `most` are searched.
+    """
+    items = islice(walk([obj], _children), most)
+    return (item for item in items if isinstance(item, torch.Tensor))
 
 
 def _children(obj: object) -> list[object] | None:

@@ -6,6 +6,7 @@ where two meet. So ours begins only where there is no other, and ends as soon as
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
@@ -53,7 +54,7 @@ class AllocationProfile:
         self._thread = threading.get_ident()
         self._marks: list[int] = []
         self._is_on = False
-        self._has_lost_session = False
+        self._of_thread = _ProfileOfThread()
         self._patches = ExitStack()
         self._unknown_blocks = UnknownBlocks()
 
@@ -69,7 +70,9 @@ class AllocationProfile:
             # Only now: whoever starts from here on is noticed.
             if is_anyone_profiling():
                 return False
+            _of_thread.end = _EndOfThread(self._of_thread)
             _start()
+            self._of_thread.is_on = True
             self._is_on, self._patches = True, patches.pop_all()
             _open = weakref.ref(self)
         return True
@@ -94,20 +97,22 @@ class AllocationProfile:
             if not self._is_on:
                 return None
             self._is_on, _open = False, None
-            if threading.get_ident() != self._thread or not is_profiler_on():
-                return None  # only its own thread can end it; or somebody has
-            if self._has_lost_session:
-                # The session is another thread's by now. This ends ours and leaves that alone.
-                drop_profiler(DisableOptions(True, False))
+            if threading.get_ident() != self._thread:
+                return None  # only its own thread can end it
+            if not is_profiler_on():
+                self._of_thread.is_on = False
+                return None  # somebody has ended it
+            result = self._of_thread.end()
+            if result is None:
                 return None
-            return _sections(disable_profiler().experimental_event_tree(), self._marks)
+            return _sections(result.experimental_event_tree(), self._marks)
 
     def give_way(self, *, is_session: bool) -> None:
         """End, as another profile starts: in this thread, or anywhere with a session."""
         if threading.get_ident() == self._thread:
             self.end()
-        elif is_session and not self._has_lost_session:
-            self._has_lost_session = True
+        elif is_session and not self._of_thread.has_lost_session:
+            self._of_thread.has_lost_session = True
             # Another thread cannot end ours, but the session, which PyTorch would else cancel with
             # a line on stderr: it joins it and ends that.
             enable_profiler(*_settings())
@@ -118,6 +123,37 @@ class AllocationProfile:
             self.end()
 
 
+class _ProfileOfThread:
+    """Whether a thread's profile is on, and whether another thread has the session by now."""
+
+    is_on = has_lost_session = False
+
+    def end(self) -> Any:
+        """End it in its thread; its result, or None without the session."""
+        self.is_on = False
+        if self.has_lost_session:
+            # This ends ours and leaves that alone.
+            drop_profiler(DisableOptions(True, False))
+            return None
+        return disable_profiler()
+
+
+class _EndOfThread:
+    """Is deleted in its thread as this ends, and ends a profile that nobody has ended there.
+
+    Else PyTorch crashes the process at its end. Nobody but the thread may hold it.
+    """
+
+    def __init__(self, profile: _ProfileOfThread) -> None:
+        self._profile = profile
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            if self._profile.is_on and is_profiler_on():
+                self._profile.end()
+
+
+_of_thread = threading.local()
 #: Ours, of which there is one; weak, so that one that is dropped without an end takes its patches
 #: with it.
 _open: weakref.ref[AllocationProfile] | None = None
@@ -125,6 +161,14 @@ _open: weakref.ref[AllocationProfile] | None = None
 
 def _profile_of_ours() -> AllocationProfile | None:
     return None if _open is None else _open()
+
+
+@atexit.register
+def _end_with_the_program() -> None:
+    """End one that is still open: PyTorch's own end after Python's would crash the process."""
+    with _lock, suppress(Exception):
+        if (ours := _profile_of_ours()) is not None:
+            ours.end()
 
 
 def _giving_way(name: str, start: Callable[..., Any]) -> Callable[..., Any]:

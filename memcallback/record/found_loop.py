@@ -33,7 +33,8 @@ class _LogOnStderr(MemoryLog):
 
     @staticmethod
     def _print(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        if sys.stderr is not None:  # `print` would take stdout
+            print(text, file=sys.stderr, flush=True)
 
 
 class FoundLoop:

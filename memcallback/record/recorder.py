@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.core.interruptions import remember_handlers
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory
@@ -131,6 +132,7 @@ class MemoryRecorder:
                 "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
             )
         )
+        remember_handlers()
         self._followed = Followed()
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
@@ -603,7 +605,7 @@ class MemoryRecorder:
             return
         for listener in listeners:
             listener.on_out_of_memory(report, error)
-        if not listeners:
+        if not listeners and sys.stderr is not None:  # `print` would take stdout
             print(report.to_text(), file=sys.stderr)
 
     def explain(

@@ -18,13 +18,15 @@ from memcallback.core.phase_spans import Phases, begin_backward, begin_update, e
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
-from memcallback.step.batch import INFERRED, infer_batch_size
+from memcallback.step.batch import INFERRED, MOST_OBJECTS, infer_batch_size
 from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
 _before: _ExceptHook | None = None
+#: The error that the hook before ours prints now.
+_printing: BaseException | None = None
 
 
 def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[], None]:
@@ -51,13 +53,21 @@ def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[],
 def _excepthook(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
+    global _printing
+    if _printing is error:  # the hook before ours calls ours, which it has found in place
+        sys.__excepthook__(kind, error, traceback)
+        return
     for reference in tuple(_listeners):
         listener = reference()
         with suppress(Exception):  # the error itself is printed below
             if listener is not None:
                 listener(error)
     before = sys.__excepthook__ if _before is None else _before
-    before(kind, error, traceback)
+    _printing = error
+    try:
+        before(kind, error, traceback)
+    finally:
+        _printing = None
 
 
 #: Called before the first step begins, with the positional and the keyword arguments of the model.
@@ -226,7 +236,7 @@ class Watch:
             self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])
-            tensors = tensors_in((_small(args), _small(kwargs)))
+            tensors = tensors_in((_small(args), _small(kwargs)), most=MOST_OBJECTS)
             self._inputs.update(
                 (next(self._numbers), tensor) for tensor in tensors if not tensor.requires_grad
             )

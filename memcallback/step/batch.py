@@ -18,6 +18,8 @@ from memcallback.core.validation import MIN_SEQUENCE_LENGTH, kind_of, whole_numb
 
 #: The hint of every error about a batch size.
 INFERRED = "Leave it out to have it inferred from the batch."
+#: A batch may refer to its data set: no more objects than these are searched for its tensors.
+MOST_OBJECTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def infer_batch_size(batch: object) -> BatchSize:
         if not isinstance(own, torch.Tensor):  # reading one on a device would wait for the device
             with suppress(TypeError, ValueError):
                 return BatchSize(batch_size=whole_number(name, own, ""))
-    tensors = list(tensors_in(batch))
+    tensors = list(tensors_in(batch, most=MOST_OBJECTS))
     sizes = Counter(tensor.size(0) for tensor in tensors if tensor.ndim > 0)
     num_items = _items_in_lists(batch)
     if num_items is not None and (len(sizes) > 1 or any(tensor.ndim == 0 for tensor in tensors)):
@@ -86,7 +88,9 @@ def _items_in_lists(batch: object) -> int | None:
         values = list(batch.values())
     else:
         values = list(batch) if isinstance(batch, (list, tuple)) else []
-    filled = [value for value in values if next(tensors_in(value), None) is not None]
+    filled = [
+        value for value in values if next(tensors_in(value, most=MOST_OBJECTS), None) is not None
+    ]
     lengths = {len(value) if isinstance(value, (list, tuple)) else None for value in filled}
     return next(iter(lengths)) if len(lengths) == 1 else None
 

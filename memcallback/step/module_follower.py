@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
@@ -70,7 +71,11 @@ def module_infos(models: Sequence[nn.Module]) -> tuple[ModuleInfo, ...]:
             parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen
         ]
         seen.update(map(id, own))
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in own)
+        num_bytes = sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in own
+            if not is_lazy(parameter)  # of no size yet
+        )
         infos.append(ModuleInfo(name, type(module).__name__, num_bytes))
     return tuple(infos)
 

@@ -157,3 +157,25 @@ def site(tmp_path):
         f"[lightning.pytorch.callbacks_factory]\nmemcallback = {at}\n"
     )
     return folder.parent
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes a descriptor")
+def test_with_a_closed_stderr_stdout_is_the_program_s_alone(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('end')\n"
+    )
+    done = subprocess.run(
+        f"exec {sys.executable} -m memcallback run train.py 2>&-",
+        shell=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n")

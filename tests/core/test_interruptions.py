@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.interruptions import ENDS, raise_if_meant, remember_handlers
 
 
 @pytest.fixture
@@ -108,3 +108,14 @@ def test_an_error_without_frames_is_taken_for_ctrl_c_only_if_it_is_one():
         raise_if_meant(KeyboardInterrupt())
     raise_if_meant(SystemExit(3))
     raise_if_meant(ValueError("no such thing"))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), TimeoutError("22 hours")])
+def test_what_a_handler_raises_that_has_taken_itself_away_goes_on(error, handled):
+    def handler(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one kills
+        raise error
+
+    handled(signal.SIGTERM, handler)
+    remember_handlers()  # a recorder does when it is made
+    assert raised_by(lambda: interrupt(signal.SIGTERM)) == (error, True)
