@@ -28,7 +28,8 @@ def optimizers_for(
     if isinstance(optimizer, Sequence):
         return tuple(optimizer)
     try:
-        created = optimizer(model.parameters())
+        # A list, as a function may go through them for each of its groups.
+        created = optimizer(list(model.parameters()))
     except Exception as error:  # a user's function can fail in any way
         raise PredictionError(
             f"optimizer {name_of(optimizer)} failed when it was called with the model's "

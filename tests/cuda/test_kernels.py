@@ -41,7 +41,7 @@ NOT_SAID = {
     "no fake kernel": "_ctc_loss multi_margin_loss_backward multilabel_margin_loss_backward",
     "a value is read": "equal",
     "compositions that a training step seldom has": (
-        "_pdist_backward affine_grid_generator count_nonzero isin "
+        "affine_grid_generator count_nonzero isin "
         "soft_margin_loss_backward normal unfold_backward _foreach_max im2col col2im "
         "multi_margin_loss multilabel_margin_loss_forward"
     ),

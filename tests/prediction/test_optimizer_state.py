@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import memcallback as mc
 from memcallback.prediction.textbook.optimizer_state import optimizer_state_bytes
 
 CASES = [
@@ -301,3 +302,35 @@ def test_sizing_makes_no_state():
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(5))])
     optimizer_state_bytes(optimizer)
     assert not optimizer.state
+
+
+def test_a_function_may_go_through_the_parameters_for_each_group():
+    def in_groups(parameters):
+        return torch.optim.AdamW(
+            [
+                {"params": [one for one in parameters if one.ndim < 2], "weight_decay": 0.0},
+                {"params": [one for one in parameters if one.ndim >= 2]},
+            ]
+        )
+
+    def state_bytes(optimizer):
+        step = mc.TrainingStep(
+            torch.nn.Linear(512, 512),
+            torch.zeros(4, 512),
+            loss=lambda model, batch: model(batch).sum(),
+            optimizer=optimizer,
+        )
+        prediction = mc.predict(step, device="NVIDIA A100-SXM4-80GB")
+        return prediction.by_category[mc.Category.OPTIMIZER_STATE]
+
+    assert state_bytes(in_groups) == state_bytes(torch.optim.AdamW) > 2 * 4 * 512 * 512
+
+
+def test_a_product_may_be_added_to_a_number():
+    step = mc.TrainingStep(
+        torch.nn.Linear(64, 64),
+        torch.zeros(4, 64),
+        loss=lambda model, batch: torch.addmm(torch.zeros(()), batch, model.weight).sum(),
+        optimizer=torch.optim.SGD,
+    )
+    assert mc.predict(step, device="NVIDIA A100-SXM4-80GB").fits

@@ -47,8 +47,9 @@ def uses_cublaslt(call: OpCall) -> bool:
         return False
     bias, _, factor, beta = call.arguments[:4]
     is_row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
-    fits = bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1
-    return is_row and bias.is_contiguous() and beta == 1 and fits and not bias.dtype.is_complex
+    if not is_row or not bias.is_contiguous() or beta != 1 or bias.dtype.is_complex:
+        return False
+    return bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1
 
 
 def uses_cublaslt_alone(call: OpCall) -> bool:

@@ -277,6 +277,23 @@ def _distances(call: OpCall) -> Kernel | None:
     return kernel.build()
 
 
+def _pair_distances_backward(call: OpCall) -> Kernel:
+    """`_pdist_backward_cuda` (DistanceKernel.cu): each row's part in each distance, then summed."""
+    x = call.arguments[1]
+    rows, columns = x.shape
+    kernel = KernelBuilder()
+    kernel.output(0)
+    if x.numel() and rows > 1:
+        parts = kernel.alloc((rows - 1) * rows * columns * x.element_size())
+        shape, strides = (rows - 1, rows, columns), (rows * columns, columns, 1)
+        reducer = Reducer(accumulate_bytes(x.dtype))
+        add_reduction(
+            kernel, call.device, reducer, x.element_size(), shape, strides, (True, False, False)
+        )
+        kernel.free(parts)
+    return kernel.build()
+
+
 def _distances_backward(call: OpCall) -> Kernel:
     """`cdist_backward_kernel_impl` (DistanceKernel.cu): a term per pair of rows, then their sum."""
     _, a, b = call.arguments[:3]
@@ -343,6 +360,7 @@ RULES: dict[str, Rule] = {
     "_cdist_forward": _distances,
     "_euclidean_dist": _distances,
     "_cdist_backward": _distances_backward,
+    "_pdist_backward": _pair_distances_backward,
     "multinomial": _multinomial,
     "where": _where,
     **{f"{name}_backward": _upsampling_backward for name in _UPSAMPLINGS},
