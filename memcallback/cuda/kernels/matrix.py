@@ -49,7 +49,7 @@ def uses_cublaslt(call: OpCall) -> bool:
     is_row = bias.ndim == 1 or (bias.ndim == 2 and bias.shape[0] == 1)
     if not is_row or not bias.is_contiguous() or beta != 1 or bias.dtype.is_complex:
         return False
-    return bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1
+    return bool(bias.shape[-1] == factor.shape[1] and min(factor.shape) > 1)
 
 
 def uses_cublaslt_alone(call: OpCall) -> bool:

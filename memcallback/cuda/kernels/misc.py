@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -235,15 +237,50 @@ def _size_of_complex(call: OpCall) -> Kernel | None:
     return kernel.build()
 
 
-def _fft_to_real(call: OpCall) -> Kernel:
-    """`_fft_c2r_cufft` (SpectralOps.cpp): a copy of the input, which cuFFT overwrites.
+def _fft(call: OpCall) -> Kernel | None:
+    """`_exec_fft` (SpectralOps.cpp): a copy of an input whose other dimensions are no single one.
 
-    cuFFT's own workspace is unknown.
+    Before a transform to real numbers the input is copied in any case, since cuFFT overwrites it.
+    From real numbers the first two dimensions are transformed one after the other, into a second
+    output. cuFFT's own workspace is unknown, and so is what more than three dimensions need.
     """
+    x, dims = call.arguments[:2]
+    dims = [dim % x.ndim for dim in dims]
+    is_to_real = call.name == "_fft_c2r"
+    if len(dims) > 3 and not is_to_real:
+        return None
     kernel = KernelBuilder()
     kernel.output(0)
-    kernel.free(kernel.alloc(dense_bytes(call.arguments[0])))
+    if call.name == "_fft_r2c" and dims[:2] == [0, 1]:  # `use_optimized_cufft_path`
+        kernel.free(kernel.alloc(dense_bytes(call.outputs[0])))
+        return kernel.build()
+    whole = kernel.alloc(dense_bytes(x)) if is_to_real else None
+    strides = torch.empty(x.shape, device="meta").stride() if is_to_real else x.stride()
+    if call.name == "_fft_c2c":
+        dims.sort(key=lambda dim: -strides[dim])  # `_sort_dims`
+    copied = kernel.alloc(dense_bytes(x)) if _is_copied_for_fft(x.shape, strides, dims) else None
+    kernel.free(copied, whole)
     return kernel.build()
+
+
+def _is_copied_for_fft(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> bool:
+    """Whether other dimensions are no view as one, or cuFFT cannot read the strides.
+
+    `as_cufft_embed` (CuFFTPlanCache.h): it reads none of 0, and only multiples of the next one.
+    """
+    others = [dim for dim in range(len(shape)) if dim not in dims and shape[dim] != 1]
+    others.sort(key=lambda dim: -strides[dim])
+    if any(strides[one] != strides[next_] * shape[next_] for one, next_ in pairwise(others)):
+        return True
+    if strides[dims[-1]] <= 0 or (others and strides[others[-1]] == 0):
+        return True
+    inner = strides[dims[-1]]
+    for dim in reversed(dims[:-1]):
+        if shape[dim] != 1:
+            if strides[dim] <= 0 or strides[dim] % inner:
+                return True
+            inner = strides[dim]
+    return False
 
 
 def _distances(call: OpCall) -> Kernel | None:
@@ -356,7 +393,7 @@ RULES: dict[str, Rule] = {
     "pow": _power,
     "abs": _size_of_complex,
     "angle": _size_of_complex,
-    "_fft_c2r": _fft_to_real,
+    **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fft),
     "_cdist_forward": _distances,
     "_euclidean_dist": _distances,
     "_cdist_backward": _distances_backward,
