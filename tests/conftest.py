@@ -7,11 +7,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from run_parts import part, parts_of
 from slow_files import SLOW_FILES
 
 # With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
@@ -57,8 +57,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # after `-m` has left tests out
 def pytest_collection_modifyitems(config, items):
-    if part := config.getoption("--part"):
-        number, num_parts = part
+    if chosen := config.getoption("--part"):
+        number, num_parts = chosen
         of_part = parts_of(items, num_parts)[number - 1]
         config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
         items[:] = [one for one in items if one.path in of_part]
@@ -71,24 +71,6 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def part(text):
-    """The number of a part and of all parts, from `1/2`."""
-    number, _, num_parts = text.partition("/")
-    if not (number.isdigit() and num_parts.isdigit() and 1 <= int(number) <= int(num_parts)):
-        raise ValueError(f"{text} is no part, such as 1/2")
-    return int(number), int(num_parts)
-
-
-def parts_of(items, num_parts):
-    """The files of each part, with about as many tests in one as in another."""
-    parts, sizes = [set() for _ in range(num_parts)], [0] * num_parts
-    for path, size in sorted(Counter(item.path for item in items).items(), key=lambda one: -one[1]):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].add(path)
-        sizes[smallest] += size
-    return parts
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,6 @@ import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from slow_files import SLOW_FILES
@@ -284,15 +283,3 @@ def test_no_module_or_folder_takes_the_place_of_a_public_name():
 def test_every_file_that_is_listed_as_slow_is_there():
     tests = Path(__file__).parent
     assert [name for name in SLOW_FILES if not (tests / name).is_file()] == []
-
-
-def test_the_parts_of_a_run_are_all_its_files_once():
-    from conftest import part, parts_of
-
-    items = [SimpleNamespace(path=path) for path in "aaaabbbccd"]
-    parts = parts_of(items, 2)
-    assert sorted(map(sorted, parts)) == [["a", "d"], ["b", "c"]]
-    assert part("2/3") == (2, 3)
-    for wrong in ("0/2", "3/2", "1", "x/y"):
-        with pytest.raises(ValueError, match=f"{wrong} is no part, such as 1/2"):
-            part(wrong)
