@@ -483,7 +483,20 @@ def test_on_a_device_the_prediction_is_off_by_the_trainers_own_scalars(tmp_path,
     assert measured.peak_reserved_bytes == predicted.peak_reserved_bytes
 
 
+@pytest.fixture
+def precision_as_before():
+    """A Trainer that compiles turns TF32 on in a way that Lightning cannot read afterwards."""
+    backends = torch.backends
+    settings = [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv]
+    settings += [backends.cudnn.rnn]
+    before = [setting.fp32_precision for setting in settings]
+    yield
+    for setting, value in zip(settings, before, strict=True):
+        setting.fp32_precision = value
+
+
 @pytest.mark.cuda
+@pytest.mark.usefixtures("precision_as_before")
 # All three are PyTorch's, without us too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
