@@ -1,6 +1,6 @@
-"""Answers that stand in for questions to a library, which would change this process.
+"""Known answers of a library, used where a question to it would change this process.
 
-A question makes cuDNN open a context on the card that it finds.
+A question to cuDNN, for example, opens a CUDA context.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ def answer(question: Hashable, ask: Callable[[], _Value]) -> _Value:
 def with_answers(
     answers: Answers, work: Callable[[], _Value], on_new: Callable[[Answers], None] | None = None
 ) -> _Value:
-    """Run the work with these answers; `on_new` allows it to ask, and is told what is answered."""
+    """Run the work with known answers.
+
+    With `on_new` the work may ask what is not known, and `on_new` gets each new answer. Without it,
+    an unknown answer raises NotAnswered.
+    """
 
     def run() -> _Value:
         _source.set(_Source(answers, on_new))
         return work()
 
-    # Of its own, so that no interrupt can leave the caller's as it is during the work.
+    # In a copy of the context: an interrupt can leave nothing set in the caller's.
     return copy_context().run(run)
 
 
@@ -71,5 +75,5 @@ def asking_here() -> Iterator[None]:
 
 
 def has_answers() -> bool:
-    """Whether answers stand in here."""
+    """Whether the code that runs now has a dictionary of known answers."""
     return _source.get() is not None

@@ -1,6 +1,8 @@
-"""The cards that are known by name, and what their architectures have in common."""
+"""The cards that are known by name, which words mean one, and what architectures have in common."""
 
 from __future__ import annotations
+
+import re
 
 #: Compute capability -> shared memory per block with opting in, in bytes; threads and blocks per
 #: multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -112,3 +114,28 @@ AMD_CARDS = (
     ("AMD Radeon RX 7900 XTX", "gfx1100", 24),
     ("AMD Radeon RX 7900 XT", "gfx1100", 20),
 )
+#: Words that do not distinguish cards: makers' and series' names.
+_MAKERS = frozenset(
+    {"nvidia", "geforce", "tesla", "rtx", "generation", "amd", "instinct", "radeon", "rx"}
+)
+#: Words of names -> what people say instead. The driver's name of the H100 lacks the word SXM.
+_ALIASES = {"sxm2": "sxm", "sxm4": "sxm", "hbm3": "sxm"}
+#: Words that make another card of a name, which the name alone does not mean.
+_OF_ANOTHER_CARD = frozenset({"ti"})
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """The words of a name that distinguish cards: `4090` of `GeForce RTX4090`."""
+    words = re.sub(r"\brtx(?=\d)", "rtx ", name.lower())
+    return tuple(word for word in re.findall(r"[a-z0-9]+", words) if word not in _MAKERS)
+
+
+def may_mean(words: set[str], name: str) -> bool:
+    """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`."""
+    names = words_of(name)
+    if _OF_ANOTHER_CARD & set(names) - words:
+        return False
+    return bool(words) and all(
+        any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
+        for word in words
+    )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from memcallback.core.units import GiB, MiB, format_bytes, parse_bytes
 from memcallback.core.validation import described
 from memcallback.devices import blas, cards
-from memcallback.devices.card_names import may_mean, words_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +283,9 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
     size_bytes = _size(device)
     if size_bytes is not None and size_bytes >= MiB:
         return _of_size(size_bytes, like or _ANY)
-    words = set(words_of(device))
-    matches = [spec for spec in ALL_CARDS if words == set(words_of(spec.name))] or [
-        spec for spec in ALL_CARDS if may_mean(words, spec.name)
+    words = set(cards.words_of(device))
+    matches = [spec for spec in ALL_CARDS if words == set(cards.words_of(spec.name))] or [
+        spec for spec in ALL_CARDS if cards.may_mean(words, spec.name)
     ]
     if not matches and size_bytes is not None:
         _large_enough(device, size_bytes)
@@ -361,9 +360,11 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
 
 def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
-        by_words = {" ".join(words_of(name)): name for name in (spec.name for spec in ALL_CARDS)}
+        by_words = {
+            " ".join(cards.words_of(name)): name for name in (spec.name for spec in ALL_CARDS)
+        }
         nearest = difflib.get_close_matches(
-            " ".join(words_of(text)), list(by_words), n=3, cutoff=0.4
+            " ".join(cards.words_of(text)), list(by_words), n=3, cutoff=0.4
         )
         similar = [by_words[words] for words in nearest] or [
             specs[0].name for specs in _KINDS.values()

@@ -105,7 +105,7 @@ def all_workspaces_bytes(
 
 
 def _answer(ask: Callable[..., _Answer], problem: _Problem) -> _Answer:
-    """Ask here, or take what another process has answered."""
+    """Take the known answer or ask. Without cuDNN nothing is asked, so no process is needed."""
     finds_device = cudnn.finds_device()
     if not cudnn.is_available():
         return ask(*problem, finds_device=finds_device)

@@ -238,7 +238,7 @@ def _size_of_complex(call: OpCall) -> Kernel | None:
 
 
 def _fft(call: OpCall) -> Kernel | None:
-    """`_exec_fft` (SpectralOps.cpp): a copy of an input whose other dimensions are no single one.
+    """`_exec_fft` (SpectralOps.cpp): a copy of an input that cuFFT cannot read as it is.
 
     Before a transform to real numbers the input is copied in any case, since cuFFT overwrites it.
     From real numbers the first two dimensions are transformed one after the other, into a second
@@ -247,7 +247,7 @@ def _fft(call: OpCall) -> Kernel | None:
     x, dims = call.arguments[:2]
     dims = [dim % x.ndim for dim in dims]
     is_to_real = call.name == "_fft_c2r"
-    if len(dims) > 3 and not is_to_real:
+    if not dims or (len(dims) > 3 and not is_to_real):
         return None
     kernel = KernelBuilder()
     kernel.output(0)
@@ -264,9 +264,10 @@ def _fft(call: OpCall) -> Kernel | None:
 
 
 def _is_copied_for_fft(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> bool:
-    """Whether other dimensions are no view as one, or cuFFT cannot read the strides.
+    """Whether the other dimensions cannot be viewed as one, or cuFFT cannot use the strides.
 
-    `as_cufft_embed` (CuFFTPlanCache.h): it reads none of 0, and only multiples of the next one.
+    cuFFT reads no stride of 0, and only strides that are multiples of the next one
+    (`as_cufft_embed` in CuFFTPlanCache.h).
     """
     others = [dim for dim in range(len(shape)) if dim not in dims and shape[dim] != 1]
     others.sort(key=lambda dim: -strides[dim])

@@ -26,7 +26,7 @@ def module_of(source: str, mode: TraceMode) -> SimpleNamespace:
         "__builtins__": {**vars(builtins), "__import__": _import},
     }
     exec(compile(source, "<inductor>", "exec"), names)
-    # Sizes, strides, alignments: fakes stand in for tensors that are elsewhere.
+    # The code asserts sizes, strides and alignments of real tensors; a trace has fake ones.
     names.update((name, _nothing) for name in list(names) if name.startswith("assert_"))
     names.update(
         empty_strided_cuda=empty_strided(mode, "device"),
