@@ -51,7 +51,12 @@ def main() -> None:
     recorder = mc.MemoryRecorder(model, optimizer)
     recorder.watch()
     step = mc.TrainingStep(
-        model, next(iter(batches)), loss=loss_of, optimizer=optimizer, accumulate=ACCUMULATE
+        model,
+        next(iter(batches)),
+        loss=loss_of,
+        optimizer=optimizer,
+        accumulate=ACCUMULATE,
+        keep_batch=True,  # the loader moves the next batch to the device before `batch` lets go
     )
     mc.MemoryLog(recorder, step)
     for _ in range(options.epochs):

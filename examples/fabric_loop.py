@@ -53,7 +53,12 @@ def main() -> None:
     mc.MemoryLog(
         recorder,
         mc.TrainingStep(
-            own_model, batch, loss=loss_of, optimizer=optimizer, precision=options.precision
+            own_model,
+            batch,
+            loss=loss_of,
+            optimizer=optimizer,
+            precision=options.precision,
+            keep_batch=True,  # the loader moves the next one to the device before `batch` lets go
         ),
     )
     for _ in range(options.epochs):

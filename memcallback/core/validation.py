@@ -58,6 +58,13 @@ def one_of(name: str, value: str, kind: Any) -> Any:
     return value
 
 
+def true_or_false(name: str, value: object) -> bool:
+    """A value, if it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {described(value)}.")
+    return value
+
+
 def cannot_take(function: Callable[..., Any], num_arguments: int) -> str | None:
     """Why a function cannot be called with so many arguments; None if it can, or is unknown."""
     import inspect  # here, because the command line's help does without it

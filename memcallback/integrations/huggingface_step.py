@@ -94,9 +94,11 @@ def step_of(
     """The step that a Trainer is about to run, with the Trainer's arguments."""
     if is_sharded(model):
         return TrainingStep(model, inputs, batch_size=batch_size)
+    from transformers import Trainer  # its user has imported it, but others need not
+
     # A model that accelerate has prepared enters autocast itself; so does the copy that is traced.
     size = infer_batch_size(inputs).batch_size if batch_size is None else batch_size
-    return TrainingStep(
+    step = TrainingStep(
         model,
         dict(inputs),
         loss=loss or loss_of_model,
@@ -108,7 +110,11 @@ def step_of(
         if args.max_grad_norm and args.max_grad_norm > 0
         else None,
         other_batch_size=last_batch_size(loader, size),
+        keep_batch=True,
     )
+    # Since 4.46 the Trainer has this function, and keeps its list until the next one is full.
+    step.loads_update_at_once = hasattr(Trainer, "get_batch_samples")
+    return step
 
 
 def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from memcallback.core.types import Stage
-from memcallback.core.validation import cannot_take, described, name_of, one_of, whole_number
+from memcallback.core.validation import (
+    cannot_take,
+    described,
+    name_of,
+    one_of,
+    true_or_false,
+    whole_number,
+)
 from memcallback.step.beside import AlsoOption, beside
 from memcallback.step.huggingface_loop import Evaluation
 from memcallback.step.lightning_loop import LightningLoop
@@ -45,6 +52,7 @@ class InferenceStep(Step):
         keep_outputs: Which outputs the loop keeps while the next batch runs: those of the `last`
             batch, as `outputs = model(batch)` in a loop does; those of `all` batches, as a list on
             the device does; or `none`.
+        keep_batch: As for `TrainingStep`.
         num_batches: How many batches there are, if outputs or state grow from batch to batch; the
             last batch is predicted. By default the second batch is predicted, and a caveat says how
             much each further one adds.
@@ -78,6 +86,7 @@ class InferenceStep(Step):
         sequence_length: int | None = None,
         mode: GradMode = "inference_mode",
         keep_outputs: Kept = "last",
+        keep_batch: bool = False,
         num_batches: int | None = None,
         after: TrainingStep | None = None,
         frees_gradients: bool = False,
@@ -91,6 +100,7 @@ class InferenceStep(Step):
             sequence_length=sequence_length,
             ranks=None,
             also=also,
+            keep_batch=keep_batch,
         )
         self.ranks = None  # of a DistributedDataParallel, whose ranks exchange gradients alone
         self.stage = Stage.INFERENCE
@@ -106,11 +116,7 @@ class InferenceStep(Step):
             else whole_number("num_batches", num_batches, "Give how many batches there are.")
         )
         self.after = None if after is None else _checked_training(after, self.model)
-        if not isinstance(frees_gradients, bool):
-            raise TypeError(
-                f"frees_gradients must be True or False, got {described(frees_gradients)}."
-            )
-        self.frees_gradients = frees_gradients
+        self.frees_gradients = true_or_false("frees_gradients", frees_gradients)
 
     @property
     def functions(self) -> Sequence[Callable[..., Any]]:
@@ -265,6 +271,7 @@ class InferenceStep(Step):
             sequence_length=sequence_length,
             mode="no_grad",
             keep_outputs="none",
+            keep_batch=True,
             num_batches=num_batches,
             after=after,
             frees_gradients=True,

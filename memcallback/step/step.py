@@ -11,7 +11,7 @@ from torch import nn
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Stage
-from memcallback.core.validation import described, whole_number
+from memcallback.core.validation import described, true_or_false, whole_number
 from memcallback.step.batch import (
     INFERRED,
     BatchSize,
@@ -65,6 +65,7 @@ class Step:
         sequence_length: int | None,
         ranks: Ranks | None,
         also: AlsoOption,
+        keep_batch: bool,
     ) -> None:
         self.stage = Stage.TRAINING
         self.model, self.ranks = _model_and_ranks(model, ranks)
@@ -82,6 +83,7 @@ class Step:
                 f"precision {precision!r} is not known. Use one of {', '.join(AUTOCAST)}."
             )
         self.also = check_also(also)
+        self.keep_batch = true_or_false("keep_batch", keep_batch)
         self.lightning: LightningLoop | None = None
         self.prepare: Prepare | None = None
 

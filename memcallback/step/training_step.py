@@ -67,6 +67,9 @@ class TrainingStep(Step):
         keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
             call until the next one has returned, as `outputs = model(batch)` in a loop does; or
             `none`, as `loss = criterion(model(batch), targets)` does.
+        keep_batch: Whether the loop keeps a batch until the next one is on the device, as
+            `for data in loader: inputs = data[0].cuda()` and accelerate's loaders do. By default it
+            lets go of it before, as `for x, y in loader: x, y = x.cuda(), y.cuda()` does.
         other_batch_size: Samples in a smaller batch that comes in between, such as the last one of
             an epoch. For compiled code only: PyTorch may compile again for it, and the prediction
             is for the updates after that.
@@ -94,6 +97,8 @@ class TrainingStep(Step):
             clears gradients before the first batch, and divides the loss inside its backward pass,
             so the caller keeps the undivided loss. False if the loop divides the loss itself
             (`loss = loss / accumulate`), as Lightning does.
+        loads_update_at_once: Whether all batches of an update are on the device before the first
+            one runs, as in the Trainer of transformers.
 
     Raises:
         ValueError: For an unknown precision, a number out of range, a sequence length that no
@@ -121,6 +126,7 @@ class TrainingStep(Step):
         ranks: Ranks | None = None,
         also: AlsoOption = None,
         keep_outputs: KeptInTraining = "none",
+        keep_batch: bool = False,
         other_batch_size: int | None = None,
         other_sequence_length: int | None = None,
         compile_update: CompileUpdate | None = None,
@@ -133,6 +139,7 @@ class TrainingStep(Step):
             sequence_length=sequence_length,
             ranks=ranks,
             also=also,
+            keep_batch=keep_batch,
         )
         loss = default_loss if loss is None else loss
         check_losses(loss)
@@ -162,6 +169,7 @@ class TrainingStep(Step):
             check_whole_update(self)
         self.zero_grad_before_forward = True
         self.has_accumulation = False
+        self.loads_update_at_once = False
         self.change_optimizers: ChangeOptimizers | None = None
 
     @property
@@ -313,6 +321,7 @@ class TrainingStep(Step):
             own = {
                 "loss": self.losses,
                 "keep_outputs": self.keep_outputs,
+                "keep_batch": self.keep_batch,
                 "compile_update": self.compile_update,
             }
             step = TrainingStep(self.model, batch, **(own | arguments))
@@ -320,6 +329,7 @@ class TrainingStep(Step):
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
+        step.loads_update_at_once = self.loads_update_at_once
         for name in ("other_batch_size", "other_sequence_length"):
             if name not in changes:  # the new batch may be the smaller one
                 setattr(step, name, getattr(self, name))

@@ -376,6 +376,8 @@ class _Tracer:
         self._other: BatchSizes | None = None
         #: Of the model's last call, if the training keeps them.
         self._outputs: Any = None
+        #: The batches that loops keep until the next ones are on the device.
+        self._kept_batches: dict[Stage, list[Any]] = {}
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
 
@@ -419,7 +421,7 @@ class _Tracer:
             model=self._model,
             losses=self._losses or step.losses,
             optimizers=optimizers,
-            new_batch=partial(self._new_batch, step),
+            new_batches=partial(self._new_batches, step),
             marks=self.marks,
             device_type=self._device_type,
         )
@@ -478,7 +480,7 @@ class _Tracer:
             step=step,
             model=self._model,
             forward=forward,
-            new_batch=partial(self._new_batch, step),
+            new_batches=partial(self._new_batches, step),
             marks=self.marks,
             device_type=self._device_type,
             period=self._request.period,
@@ -500,6 +502,7 @@ class _Tracer:
         mode = self._mode
         mode.is_recording = False
         self._outputs = None
+        self._kept_batches.clear()
         mode.ledger.close()
         mode.in_flight.close()
         # Python's garbage collector does not see that a tensor refers to its gradient: left there,
@@ -592,6 +595,12 @@ class _Tracer:
         self.marks.add_states(self._in_hooks)
         run_to_the_end(optimizers)
         return optimizers
+
+    def _new_batches(self, step: Step, number: int) -> list[Any]:
+        batches = [self._new_batch(step) for _ in range(number)]
+        if step.keep_batch:
+            self._kept_batches[step.stage] = list(batches)
+        return batches
 
     def _new_batch(self, step: Step) -> Any:
         size, length = step.batch_size.batch_size or 0, step.sequence_length

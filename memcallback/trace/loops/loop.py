@@ -47,8 +47,9 @@ def _accumulate(training: Training) -> None:
     """The batches of one update; those in the middle are repeated once they are all the same."""
     last, number = training.step.accumulate - 1, 0
     repeats = Repeats(training)
+    loaded: list[Any] = []
     while number <= last:
-        _automatic_step(training, is_first=number == 0, is_last=number == last)
+        _automatic_step(training, loaded, is_first=number == 0, is_last=number == last)
         number += 1
         if 1 < number < last:
             number += repeats.after_middle_batch(last - number)
@@ -56,13 +57,20 @@ def _accumulate(training: Training) -> None:
             repeats.begin(last)
 
 
-def _automatic_step(training: Training, *, is_first: bool, is_last: bool) -> None:
-    """Forward, backward, and at the end of an accumulation window the update of all optimizers."""
+def _automatic_step(
+    training: Training, loaded: list[Any], *, is_first: bool, is_last: bool
+) -> None:
+    """Forward, backward, and at the end of an accumulation window the update of all optimizers.
+
+    The batch is the first of those that are loaded; they are loaded when none is left.
+    """
     step = training.step
     with training.marks.step():
         if is_first and step.has_accumulation:
             training.zero_grad()
-        batch = training.new_batch()
+        if not loaded:
+            loaded += training.new_batches(step.accumulate if step.loads_update_at_once else 1)
+        batch = loaded.pop(0)
         if is_first and step.zero_grad_before_forward:
             training.zero_grad()
         loss = training.forward(batch)

@@ -29,7 +29,7 @@ class Training:
         model: The model.
         losses: Its losses.
         optimizers: Its optimizers.
-        new_batch: Makes the next batch, on the device.
+        new_batches: Makes the next batches, on the device.
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
         scaler: Scales the loss of a half-precision step; None for no scaling.
@@ -39,7 +39,7 @@ class Training:
     model: Any
     losses: Sequence[Loss]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    new_batch: Callable[[], Any]
+    new_batches: Callable[[int], list[Any]]
     marks: TraceMarks
     device_type: str
     scaler: torch.amp.GradScaler | None = None
@@ -49,6 +49,10 @@ class Training:
             self.scaler = torch.amp.GradScaler("cpu")
         compile_update = self.step.compile_update
         self._parts = Parts() if compile_update is None else compiled_parts(compile_update)
+
+    def new_batch(self) -> Any:
+        """The next batch, on the device."""
+        return self.new_batches(1).pop()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast as the step's precision has it, unless the model enters it itself."""
