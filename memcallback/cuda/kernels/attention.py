@@ -237,18 +237,22 @@ def _cudnn(call: OpCall) -> Kernel:
 def _cudnn_backward(call: OpCall) -> Kernel:
     """`_scaled_dot_product_cudnn_attention_backward` (attention_backward.cu).
 
-    The gradients and cuDNN's workspace.
+    The gradients, a copy of the output's gradient if its last dimension is not dense, as that of
+    a sum is (`run_cudnn_SDP_bprop` in MHA.cpp), and cuDNN's workspace.
 
     Workspace of cuDNN 9.19 at compute capability 9.0: the query's gradient and one sum per query in
     float32, and 256 B; where heads share keys and values, also the gradients of these per head.
     """
-    q, k, v = call.arguments[1:4]
+    gradient, q, k, v = call.arguments[:4]
     kernel = KernelBuilder()
     kernel.output(*range(len(call.outputs)))
+    copy = kernel.alloc(dense_bytes(gradient)) if gradient.stride(-1) != 1 else None
     workspace_bytes = q.numel() * 4 + math.prod(q.shape[:-1]) * 4 + 256
     if k.shape[1] < q.shape[1]:
         workspace_bytes += sum(dense_bytes(t) // t.shape[1] * q.shape[1] for t in (k, v))
     kernel.free(kernel.alloc(workspace_bytes, Category.WORKSPACE))
+    if copy is not None:
+        kernel.free(copy)
     return kernel.build()
 
 

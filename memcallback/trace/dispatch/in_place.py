@@ -26,6 +26,32 @@ IN_PLACE = {
 #: Nodes that use these operators out of place: `scatter_reduce_backward` and
 #: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp.
 _OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward")
+#: Nodes whose formulas add no tensors (tools/autograd/derivatives.yaml): an addition while one
+#: runs adds its gradients of one tensor, as of `y * y`.
+_WITHOUT_ADDITION = frozenset(
+    f"{name}Backward{number}"
+    for name, number in (
+        ("Add", 0),
+        ("Addmm", 0),
+        ("Baddbmm", 0),
+        ("Bmm", 0),
+        ("Div", 0),
+        ("Dot", 0),
+        ("Hypot", 0),
+        ("Maximum", 0),
+        ("Minimum", 0),
+        ("Mm", 0),
+        ("Mul", 0),
+        ("Mv", 0),
+        ("Pow", 1),
+        ("ScaledDotProductCudnnAttention", 0),
+        ("ScaledDotProductEfficientAttention", 0),
+        ("ScaledDotProductFlashAttention", 0),
+        ("Sub", 0),
+        ("Where", 0),
+        ("Xlogy", 0),
+    )
+)
 #: Operators of a loss gradient that are in place: `sigmoid(x).sub_(target).mul_(gradient)`.
 _LOSS_IN_PLACE = frozenset({_aten.sub.Tensor, _aten.mul.Tensor, _aten.div_.Scalar})
 
@@ -85,7 +111,7 @@ class InPlace:
                 if alike
                 # The tree of CUDA graphs holds what its graphs return.
                 and entry.stream != GRAPH_POOL
-                and entry.node != sequence_nr(node)
+                and (entry.node != sequence_nr(node) or node.name() in _WITHOUT_ADDITION)
                 and self._is_alone(first)
                 and _is_dense(first)
                 else None
