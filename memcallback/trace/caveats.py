@@ -39,8 +39,8 @@ _RECURRENT = (
     "more or less."
 )
 _FUSED = (
-    "nn.TransformerEncoderLayer in evaluation mode is predicted as separate operators. A device "
-    "may run it as one fused operator, which needs less."
+    "nn.TransformerEncoderLayer in evaluation mode is predicted as separate operators. A CPU may "
+    "run it as one fused operator, which needs less."
 )
 _COMPILED = (
     "A compiled module was traced as it would run without compilation, which mostly needs more "
@@ -104,7 +104,8 @@ def caveats(
     elif (is_compiled or is_outside) and not is_compilation_told:
         yield _COMPILED
     if (
-        isinstance(step, InferenceStep)
+        card is None
+        and isinstance(step, InferenceStep)
         and step.mode != "grad"
         and any(isinstance(module, nn.TransformerEncoderLayer) for module in step.model.modules())
     ):

@@ -55,6 +55,7 @@ from memcallback.trace.patches.autocast import outside_of_autocast
 from memcallback.trace.patches.backward_order import backward_has_own_thread
 from memcallback.trace.patches.compiled import CompiledCode, outside_of_compiled_autograd
 from memcallback.trace.patches.cuda import cuda_semantics
+from memcallback.trace.patches.fused_transformers import fused_transformer_patches
 from memcallback.trace.patches.inference_mode import inference_mode_patches
 from memcallback.trace.patches.libraries import (
     NumbersRead,
@@ -263,6 +264,8 @@ def _semantics(step: Step, mode: TraceMode, rank: _Rank | None) -> Iterator[None
             stack.enter_context(mode)
             stack.enter_context(NumbersRead())
         stack.enter_context(patched(transformers_patches(mode)))
+        if mode.spec:
+            stack.enter_context(patched(fused_transformer_patches(mode)))
         if not isinstance(step, InferenceStep):  # which generates as many tokens as it says
             stack.enter_context(patched(generation_patches(mode)))
         stack.enter_context(patched(inference_mode_patches()))

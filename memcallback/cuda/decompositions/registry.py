@@ -26,6 +26,7 @@ from memcallback.cuda.decompositions.ctc import ctc_loss
 from memcallback.cuda.decompositions.layers import Composite, own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
 from memcallback.cuda.decompositions.sparse import sparse_decomposition
+from memcallback.cuda.decompositions.transformer import transformer_decomposition
 from memcallback.cuda.op_call import OpCall
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -52,10 +53,10 @@ def composite_kernels(device: DeviceSpec) -> Mapping[str, Composite]:
 
 
 def decomposition_of(call: OpCall, *, is_wrapped: bool) -> Composite | None:
-    """The CUDA decomposition of a composite or sparse operator; None for a primitive one."""
+    """The CUDA decomposition of a composite, fused or sparse operator; None for a primitive one."""
     composite = CompositeImplicitAutograd
     if not (is_wrapped and call.op.has_kernel_for_dispatch_key(composite)):
-        return sparse_decomposition(call)
+        return transformer_decomposition(call) or sparse_decomposition(call)
     overload = call.op._overloadname
     name = call.name if overload == "default" else f"{call.name}.{overload}"
     return _kernels_on(call.card).get(name) or own_decomposition(name)
