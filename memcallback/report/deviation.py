@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from memcallback.core.step_memory import StepMemory, error_pct
+from memcallback.core.types import Category
 from memcallback.core.units import MiB, brief_bytes, format_bytes
 from memcallback.prediction.comparison import differences
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -13,6 +14,11 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 #: A difference matters above this share of the measured value, in percent, and so many bytes.
 _NOTABLE_PCT = 1.0
 _NOTABLE_BYTES = MiB
+_RESERVED = "reserved peak"
+_KEEPS_BATCH = (
+    "as much as a batch: the loop may keep one until the next is on the device; then give "
+    "TrainingStep(keep_batch=True)"
+)
 _ON_CPU = (
     "on a CPU, scratch memory inside operators is not predicted, and memory that another thread "
     "releases still counts as allocated"
@@ -79,9 +85,11 @@ def largest_deviation(
     largest = _largest(_of_peaks(prediction, measured))
     if largest is None:
         largest = _largest(_of_boundaries(prediction, measured))
-    if largest is None or not has_buckets:
-        return largest
-    return _explained_by_buckets(largest, prediction.step)
+    if largest is None:
+        return None
+    if largest.where == _RESERVED:
+        largest = _explained_by_batch(largest, prediction.step)
+    return _explained_by_buckets(largest, prediction.step) if has_buckets else largest
 
 
 def _largest(deviations: Iterable[Deviation]) -> Deviation | None:
@@ -120,7 +128,7 @@ def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Devi
     reserved, real = predicted.peak_reserved_bytes, measured.peak_reserved_bytes
     if reserved is not None and real is not None:
         yield Deviation(
-            where="reserved peak",
+            where=_RESERVED,
             predicted_bytes=reserved,
             measured_bytes=real,
             reason=reasons.get("peak reserved", ""),
@@ -146,6 +154,16 @@ def _carried(carrier: tuple[str, int] | None) -> str:
     category, more_bytes = carrier
     than = "more" if more_bytes > 0 else "less"
     return f"{category}: {format_bytes(abs(more_bytes))} {than} than predicted"
+
+
+def _explained_by_batch(deviation: Deviation, predicted: StepMemory) -> Deviation:
+    """The same with a batch that the loop keeps as its reason, if as much more is reserved."""
+    held = predicted.windows[0].start.by_category if predicted.windows else None
+    batch_bytes = (held or {}).get(Category.INPUT, 0)
+    more_bytes = deviation.measured_bytes - deviation.predicted_bytes
+    if not batch_bytes or abs(more_bytes - batch_bytes) > max(2 * MiB, batch_bytes // 20):
+        return deviation
+    return replace(deviation, reason=_KEEPS_BATCH)
 
 
 def _explained_by_buckets(deviation: Deviation, predicted: StepMemory) -> Deviation:

@@ -87,6 +87,12 @@ def test_it_is_true_or_false():
         step_of(keep_batch="last")
 
 
+def run(model, optimizer, inputs):
+    optimizer.zero_grad()
+    model(**inputs)["loss"].backward()
+    optimizer.step()
+
+
 def of_a_function(loader, run):
     for data in loader:
         inputs = {name: tensor.cuda() for name, tensor in data.items()}
@@ -127,13 +133,11 @@ def test_what_a_loop_reserves_is_predicted_to_the_byte(loop, keeps):
     model = Probe().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def run(inputs):
-        optimizer.zero_grad()
-        model(**inputs)["loss"].backward()
-        optimizer.step()
-
     rows = [{name: tensor[0] for name, tensor in batch().items()}] * BATCH * 4
-    loop(torch.utils.data.DataLoader(rows, batch_size=BATCH), run)
+    loop(
+        torch.utils.data.DataLoader(rows, batch_size=BATCH),
+        lambda inputs: run(model, optimizer, inputs),
+    )
     reserved = torch.cuda.memory_reserved()
     assert predicted(step_of(keep_batch=keeps), "cuda").peak_reserved_bytes == reserved
 
@@ -189,3 +193,21 @@ def test_in_an_evaluation_of_transformers_the_batch_of_the_training_is_still_the
     )
     step = mc.InferenceStep.from_huggingface(trainer, batch(), after=training)
     assert predicted(step, "cuda").run_peak_reserved_bytes == reserved
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_report_says_that_a_loop_may_keep_a_batch(tmp_path, capsys, knows):
+    empty_device()
+    model = Probe().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = mc.MemoryRecorder(model, optimizer)
+    step = mc.TrainingStep(model, batch(), optimizer=optimizer, keep_batch=knows)
+    mc.MemoryLog(recorder, step, log_dir=tmp_path, wait_for_prediction=True)
+    recorder.watch()
+    of_a_function([batch()] * 4, lambda inputs: run(model, optimizer, inputs))
+    recorder.close()
+    said = " ".join(capsys.readouterr().out.split())
+    hint = "as much as a batch: the loop may keep one until the next is on the device; then give"
+    assert (hint in said) is not knows
+    assert ("not as predicted" in said) is not knows
