@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
@@ -20,6 +22,7 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
+from memcallback.diagnose.tensors.variables import call_after, stack
 from memcallback.integrations.huggingface_step import (
     PlannedEvaluation,
     inputs_in,
@@ -165,6 +168,8 @@ class MemoryTrainerCallback(TrainerCallback):
         #: The results of the original, in a copy that has not run a training itself.
         self._copied = Results()
         self._watch: Watch | None = None
+        #: Calls `_train_ends` after `Trainer.train`, which tells no callback of an error.
+        self._end: weakref.finalize[..., Any] | None = None
         self._state: Any = None
         self._make_step: MakeStep | None = None
         #: The Trainer's `compute_loss`, while it trains.
@@ -197,6 +202,7 @@ class MemoryTrainerCallback(TrainerCallback):
             "recorder": copy(self.recorder),
             "_monitor": None,
             "_watch": None,
+            "_end": None,
             "_state": None,
             "_make_step": None,
             "_found_loss": None,
@@ -277,6 +283,12 @@ class MemoryTrainerCallback(TrainerCallback):
                 trained, inputs, args, before_evaluation
             ),
         )
+        for frame in stack(sys._getframe(1)):
+            if frame.f_code.co_name == "train":
+                self._end = call_after(frame, _caller_of(weakref.WeakMethod(self._train_ends)))
+                # Somebody may keep the error, and with it the frame: a notebook keeps the last one.
+                self._watch.is_over = partial(_is_over, id(frame), threading.get_ident())
+                break
 
     @fail_safe
     def _on_first_call(
@@ -354,6 +366,13 @@ class MemoryTrainerCallback(TrainerCallback):
         self._finish(state)
 
     @fail_safe
+    def _train_ends(self) -> None:
+        """Write the last report if an error has ended the training."""
+        if self._watch is not None:
+            self._watch.end_step(is_interrupted=True)
+        self._finish(self._state, is_interrupted=True)
+
+    @fail_safe
     def wants_step(self) -> bool:
         """As `StepListener`: steps of the logging interval."""
         return self._is_logging_step()
@@ -420,7 +439,25 @@ class MemoryTrainerCallback(TrainerCallback):
     def _release(self) -> None:
         """Remove all hooks on model and optimizer, and flush the writers."""
         self._watch = self._make_step = self._found_loss = None
+        if self._end is not None:
+            self._end.detach()
         if self.recorder is not None:
             self.recorder.close()
         if self._monitor is not None:
             self._monitor.close()
+
+
+def _caller_of(reference: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """A function that calls a method as long as its object exists."""
+
+    def call() -> None:
+        if (method := reference()) is not None:
+            method()
+
+    return call
+
+
+def _is_over(frame_id: int, thread: int) -> bool:
+    """Whether a thread has left a frame, which exists; another thread cannot tell."""
+    here = threading.get_ident() == thread
+    return here and all(id(frame) != frame_id for frame in stack(sys._getframe(1)))

@@ -102,6 +102,9 @@ class Watch:
     As a context manager it closes itself, and marks a step that an exception ends as interrupted.
     A step that the loop itself has begun (`with recorder.step(batch):`) stays one step; only its
     phases are marked.
+
+    Attributes:
+        is_over: Asked before each step whether the loop has ended; then the watch closes itself.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Watch:
         )
         self._recorder = weakref.ref(recorder)
         self._on_first_call = on_first_call
+        self.is_over: Callable[[], bool] = bool
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False
@@ -233,6 +237,9 @@ class Watch:
         if self._owns_step and self._is_used and not self._is_in_closure:
             self.end_step()
         if not recorder.is_in_step:
+            if self.is_over():
+                self.close()
+                return
             self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])

@@ -422,6 +422,50 @@ def test_an_exception_of_the_training_goes_on_and_is_reported(kind, count, tmp_p
     assert not hasattr(torch.autograd.backward, "__wrapped__")
 
 
+class FailsToLoad(list):
+    """A data set with a sample that cannot be loaded."""
+
+    def __init__(self, samples, kind):
+        super().__init__(samples)
+        self.kind = kind
+        self.excepthook = None
+
+    def __getitem__(self, index):
+        if self.excepthook is None:
+            self.excepthook = sys.excepthook
+        if len(self) == index + 1:
+            raise self.kind("the user's own")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [LookupError, KeyboardInterrupt])
+def test_an_error_between_two_steps_leaves_nothing_behind(kind, tmp_path, capsys):
+    hook, trained = sys.excepthook, model()
+    callback = mc.MemoryTrainerCallback(predict=False)
+    samples = FailsToLoad(data(), kind)
+    try:
+        train(tmp_path, callback, trained=trained, samples=samples)
+    except kind:
+        assert sys.excepthook is samples.excepthook is not hook, "an uncaught error is seen"
+    assert sys.excepthook is hook
+    assert not any((trained._forward_pre_hooks, trained._forward_hooks))
+    assert not hasattr(torch.autograd.backward, "__wrapped__")
+    assert "memcallback: 3 steps, peak" in capsys.readouterr().out
+    train(tmp_path, callback, trained=trained)
+    assert labels(callback) == [[F, B, O]] * 6
+
+
+def test_steps_after_an_error_that_somebody_keeps_are_not_recorded(tmp_path):
+    trained, callback = model(), mc.MemoryTrainerCallback(predict=False)
+    with pytest.raises(LookupError) as kept:
+        train(tmp_path, callback, trained=trained, samples=FailsToLoad(data(), LookupError))
+    assert trained._forward_pre_hooks
+    trained(**{name: row[None] for name, row in data(1)[0].items()}).loss.backward()
+    assert not any((trained._forward_pre_hooks, trained._forward_hooks))
+    assert len(callback.recorder.steps) == 3
+    del kept
+
+
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
     callback = mc.MemoryTrainerCallback(predict=False)

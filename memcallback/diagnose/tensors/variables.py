@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -43,6 +44,8 @@ _LEAVES = (
 #: These are searched elsewhere: module_attributes, and the optimizers in live.py.
 _SEARCHED_APART = (torch.nn.Module, torch.optim.Optimizer)
 _PACKAGE = str(Path(__file__).parents[2])
+#: What `call_after` adds to the variables of a frame.
+_MARK = "_memcallback_mark"
 
 
 def is_of_memcallback(filename: str) -> bool:
@@ -60,7 +63,7 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 def variables(frame: FrameType) -> dict[str, Any]:
     """The variables of a frame, by name; empty if reading them would keep their values alive."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
-        return dict(frame.f_locals)
+        return {name: value for name, value in frame.f_locals.items() if name != _MARK}
     # Before Python 3.13 a function's f_locals is a dict that the frame keeps, with all values in
     # it, so we empty it again. Not under a debugger or profiler, where Python would write the empty
     # dict back to the variables.
@@ -68,11 +71,28 @@ def variables(frame: FrameType) -> dict[str, Any]:
         return {}
     frame_locals = frame.f_locals
     values = dict(frame_locals)
+    mark = values.pop(_MARK, None)
     # References: the frame's, ours and the argument's. With more, the program called locals()
     # itself and has this same dict; then it shows the variables of this moment.
     if sys.getrefcount(frame_locals) <= 3:
         frame_locals.clear()
+        if mark is not None:
+            frame_locals[_MARK] = mark
     return values
+
+
+class _Mark:
+    """Lives as long as the frame that has it among its variables."""
+
+
+def call_after(frame: FrameType, function: Callable[[], object]) -> weakref.finalize[..., Any]:
+    """Call a function when a frame is gone: it has returned, or nobody keeps its error any more."""
+    mark = _Mark()
+    frame.f_locals[_MARK] = mark
+    variables(frame)  # before Python 3.13 the line above keeps all values alive
+    finalizer = weakref.finalize(mark, function)
+    finalizer.atexit = False
+    return finalizer
 
 
 @dataclass(frozen=True, kw_only=True)
