@@ -151,6 +151,12 @@ PARTS = {
     "skip_code": _Part(
         "torch._dynamo.eval_frame", "skip_code", _COMPILED_MODULES, lambda code: None
     ),
+    "create_script_module": _Part(
+        "torch.jit._recursive",
+        "create_script_module",
+        "torch.jit.script of a watched module",
+        lambda *_: None,
+    ),
     "module_call": _Part("torch.nn.Module", "_call_impl", "finding the steps of a loop"),
     "is_memory_history_on": _Part(
         "torch._C", "_cuda_isHistoryEnabled", "allocator histories of out-of-memory errors"

@@ -8,6 +8,9 @@ anything is compiled.
 
 `Module.compile()` compiles a module's own hooks, so they would never run. There, a wrapper around
 the compiled code takes their place. Dynamo sees through it, by the attributes of what it wraps.
+
+`torch.jit.script` would compile the hooks of a module too, and cannot. While it runs, all hooks are
+taken away.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -66,6 +70,12 @@ class ForwardHooks:
         handles = self._handles
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, always_call=True))
+        _scripting.hide(self)
+
+    @property
+    def are_registered(self) -> bool:
+        """Whether the module has them now."""
+        return bool(self._handles)
 
     def unregister(self) -> None:
         """Take the hooks away."""
@@ -77,6 +87,7 @@ class ForwardHooks:
         self._is_removed = True
         self.unregister()
         self._unwrap()
+        _scripting.forget(self)
 
     def _wrap(self, module: nn.Module) -> None:
         call = vars(module)["_compiled_call_impl"]
@@ -247,3 +258,44 @@ class _Compilations:
 
 
 _compilations = _Compilations()
+
+
+class _Scripting:
+    """Takes hooks away while `torch.jit.script` compiles a module."""
+
+    def __init__(self) -> None:
+        self._hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
+        #: Our function in the place of PyTorch's, as long as there are hooks.
+        self._replaced: AbstractContextManager[None] | None = None
+
+    def hide(self, hooks: ForwardHooks) -> None:
+        """Take hooks away whenever a module is compiled."""
+        self._hooks.add(hooks)
+        if self._replaced is None:
+            self._replaced = torch_private.replaced("create_script_module", self._without_hooks)
+            self._replaced.__enter__()
+
+    def forget(self, hooks: ForwardHooks) -> None:
+        """Hooks are removed; after the last ones, PyTorch's function is in its place again."""
+        self._hooks.discard(hooks)
+        if not self._hooks and self._replaced is not None:
+            replaced, self._replaced = self._replaced, None
+            replaced.__exit__(None, None, None)
+
+    def _without_hooks(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(create)
+        def create_without_hooks(*args: Any, **kwargs: Any) -> Any:
+            registered = [] if is_error_in_module() else [*filter(_are_registered, self._hooks)]
+            for hooks in registered:
+                hooks.unregister()
+            try:
+                return create(*args, **kwargs)
+            finally:
+                for hooks in sorted(registered, key=_number):
+                    hooks.register()
+
+        return create_without_hooks
+
+
+_are_registered, _number = attrgetter("are_registered"), attrgetter("number")
+_scripting = _Scripting()

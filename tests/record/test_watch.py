@@ -533,6 +533,22 @@ def test_copies_and_pickles_of_a_watched_model_are_not_watched(parts):
     assert labels(recorder) == [[F, B, O]]
 
 
+# Newer versions of PyTorch, and Python 3.14.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_watched_model_is_scripted_as_without_a_watch_and_stays_watched(parts):
+    model, _ = parts
+    create, expected = torch.jit._recursive.create_script_module, model.eval()(BATCH)
+    recorder, watch = watched(*parts)
+    with watch:
+        scripted = torch.jit.script(model)
+        assert torch.equal(scripted(BATCH), expected)
+        assert not any((scripted._forward_pre_hooks, scripted._forward_hooks))
+        model.train()
+        train_step(*parts)
+    assert labels(recorder) == [[F, B, O]]
+    assert torch.jit._recursive.create_script_module is create
+
+
 def test_a_compiled_model_is_compiled_as_before_and_watched(parts):
     model, optimizer = parts
     compiled = torch.compile(model, backend="eager", fullgraph=True)
