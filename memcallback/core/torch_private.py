@@ -151,6 +151,9 @@ PARTS = {
     "skip_code": _Part(
         "torch._dynamo.eval_frame", "skip_code", _COMPILED_MODULES, lambda code: None
     ),
+    "has_any_global_hook": _Part(
+        "torch.nn.modules.module", "_has_any_global_hook", _COMPILED_MODULES, lambda: False
+    ),
     "create_script_module": _Part(
         "torch.jit._recursive",
         "create_script_module",

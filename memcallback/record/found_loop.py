@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from memcallback.core import torch_private
 from memcallback.core.errors import fail_safe
 from memcallback.record.memory_log import MemoryLog
 from memcallback.record.recorder import MemoryRecorder
@@ -41,9 +43,10 @@ class FoundLoop:
     """Waits for a module that trains, records it until it is closed, and explains errors.
 
     A module trains if it is called in training mode and with gradients, and an optimizer has some
-    of its parameters. The first such module is recorded with all optimizers of it. Until then hooks
-    for all modules and optimizers are there, afterwards only those of `MemoryRecorder.watch`. A
-    module that `Module.compile()` compiled does not run such hooks: the first update finds it.
+    of its parameters. The first such module is recorded with all optimizers of it. From the first
+    optimizer on until then there is a hook for all modules, afterwards only those of
+    `MemoryRecorder.watch`. A module that `Module.compile()` compiled does not run such hooks: the
+    first update finds it.
 
     `log_dir` is as for `MemoryLog`; None for no files. `is_lightning` says whether a Trainer of
     Lightning called a module, which is left to its callback.
@@ -59,8 +62,9 @@ class FoundLoop:
         self._updated: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._idle: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._num_searches = 0
+        self._finds_calls = False
         self._hooks: list[Any] = [
-            register_module_forward_pre_hook(Hook(self._forward_begins)),
+            _OptimizerHook(self._find_calls),
             register_optimizer_step_post_hook(Hook(self._update_ends)),
         ]
 
@@ -89,6 +93,16 @@ class FoundLoop:
         hooks, self._hooks = self._hooks, []
         remove_hooks(hooks)
 
+    @fail_safe
+    def _find_calls(self) -> None:
+        """Look at all modules that are called, again if need be, since there is an optimizer."""
+        self._idle.clear()
+        self._num_searches = 0
+        # Not earlier: `torch.export` in strict mode fails with any hook for all modules.
+        if self._hooks and not self._finds_calls:
+            self._finds_calls = True
+            self._hooks.append(_ModuleHook(self._forward_begins))
+
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         # torch.compile traces this hook too, and is not to trace more of it.
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
@@ -116,16 +130,61 @@ class FoundLoop:
 
     @fail_safe
     def _update_ends(self, optimizer: Optimizer, *_: object) -> None:
-        """An optimizer that was made after the first call of its model: look at that again."""
+        """An optimizer that we may not have seen being made, such as a copy of another one."""
         if self._recorder is not None or optimizer in self._updated:
             return
         self._updated.add(optimizer)
-        self._idle.clear()
-        self._num_searches = 0
+        self._find_calls()
         if not _is_inside(_PREDICTS + _LIGHTNING):
             module = _compiled_module_of(optimizer)
             if module is not None:
                 self._record(module, list(_optimizers_of(module)))
+
+
+class _OptimizerHook:
+    """Calls a function after each optimizer is made, until it is removed."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        original = self._original = Optimizer.__init__
+
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            function()
+
+        self._ours = init
+        Optimizer.__init__ = init  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Put PyTorch's own method back, unless somebody else has replaced ours."""
+        if Optimizer.__init__ is self._ours:
+            Optimizer.__init__ = self._original  # type: ignore[method-assign]
+
+
+class _ModuleHook:
+    """A hook for all modules, of which `torch.compile` does not warn, until it is removed."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._handle = register_module_forward_pre_hook(Hook(function))
+        self._replaced = torch_private.replaced("has_any_global_hook", self._of_others)
+        self._replaced.__enter__()
+
+    def _of_others(self, has_any: Callable[[], bool]) -> Callable[[], bool]:
+        def has_any_of_others() -> bool:
+            hooks = self._handle.hooks_dict_ref() or {}
+            ours = hooks.pop(self._handle.id, None)
+            try:
+                return has_any()
+            finally:
+                if ours is not None:
+                    hooks[self._handle.id] = ours
+
+        return has_any_of_others
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        self._handle.remove()
+        self._replaced.__exit__(None, None, None)
 
 
 def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:

@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import pytest
 import torch
 from torch import nn
@@ -43,17 +45,31 @@ def test_what_is_not_trained_is_passed_over(found, capsys):
     assert "memcallback │ Linear · batch 32 · AdamW" in capsys.readouterr().err
 
 
-def test_an_optimizer_that_comes_after_the_first_call_is_found_in_the_second_step(found, capsys):
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_optimizer_that_comes_after_the_first_call_is_found_in_its_first_step(
+    is_first, found, capsys
+):
     model = nn.Linear(64, 10)
+    if not is_first:
+        torch.optim.AdamW(nn.Linear(2, 2).parameters())
     model(torch.zeros(2, 64))
     train(model, torch.optim.AdamW(model.parameters()))
     found.close()
+    assert "memcallback: 4 steps, peak " in capsys.readouterr().err
+
+
+def test_an_optimizer_that_nobody_saw_being_made_is_found_in_its_second_step(capsys):
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with closing(FoundLoop()):
+        train(model, optimizer)
     assert "memcallback: 3 steps, peak " in capsys.readouterr().err
 
 
 def test_a_search_that_finds_nothing_is_not_repeated_for_ever(found, monkeypatch):
     searched = []
     monkeypatch.setattr("gc.get_objects", lambda: searched.append(1) or [])
+    torch.optim.AdamW(nn.Linear(2, 2).parameters())
     for _ in range(100):
         nn.Linear(64, 10)(torch.zeros(2, 64))
     assert len(searched) == 20
@@ -98,6 +114,32 @@ def test_a_model_that_is_compiled_in_place_compiles_and_is_recorded(found, capsy
     assert "memcallback: 3 steps, peak " in capsys.readouterr().err
 
 
+def test_a_model_that_torch_compile_compiles_is_found_and_nothing_is_warned_of(found, capsys):
+    model = Doubled(64, 10)
+    train(
+        torch.compile(model, backend="eager", fullgraph=True),
+        torch.optim.AdamW(model.parameters()),
+    )
+    found.close()
+    assert "memcallback: 4 steps, peak " in capsys.readouterr().err
+
+
+def test_pytorch_still_warns_of_hooks_of_others(found):
+    model = Doubled(64, 10)
+    torch.optim.AdamW(model.parameters())
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    try:
+        with pytest.warns(UserWarning, match="when there are global hooks"):
+            torch.compile(model, backend="eager")(torch.zeros(2, 64))
+    finally:
+        handle.remove()
+
+
+def test_a_model_is_exported_before_its_optimizer_is_made(found):
+    exported = torch.export.export(Doubled(64, 10), (torch.zeros(2, 64),), strict=True)
+    assert exported.module()(torch.zeros(2, 64)).shape == (2, 10)
+
+
 def test_memory_that_runs_out_before_any_step_is_explained(found, capsys):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -122,13 +164,21 @@ def test_with_a_folder_the_page_is_written_there(tmp_path, capsys):
 
 
 def test_afterwards_no_hook_is_left():
-    hooks = nn.modules.module._global_forward_pre_hooks
+    module = nn.modules.module
+    hooks, is_any, init = (
+        module._global_forward_pre_hooks,
+        module._has_any_global_hook,
+        torch.optim.Optimizer.__init__,
+    )
     before = len(hooks)
     found = FoundLoop()
-    assert len(hooks) == before + 1
     model = nn.Linear(64, 10)
-    train(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert len(hooks) == before + 1
+    train(model, optimizer)
     assert len(hooks) == before
+    assert module._has_any_global_hook is is_any
+    assert torch.optim.Optimizer.__init__ is init
     found.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
