@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import memcallback
@@ -78,6 +78,29 @@ def test_a_trainer_that_has_one_gets_no_other(trainer, monkeypatch):
     monkeypatch.setenv("MEMCALLBACK", "1")
     own = MemoryCallback()
     assert added(trainer([own])) == [own]
+
+
+def test_a_callback_that_the_module_brings_takes_its_place(trainer, monkeypatch, capsys):
+    monkeypatch.setenv("MEMCALLBACK", "1")
+    own, was_set_up = MemoryCallback(), []
+
+    class Other(Callback):
+        def setup(self, trainer, pl_module, stage):
+            was_set_up.append(self)
+
+    class Brings(BoringModel):
+        def configure_callbacks(self):
+            return own
+
+    other = Other()
+    made = trainer([other])
+    (of_environment,) = added(made)
+    made.fit(Brings())
+    assert added(made) == [own]
+    assert own.recorder.num_updates == 3
+    assert of_environment.recorder is None
+    assert was_set_up == [other]
+    assert capsys.readouterr().out.count("memcallback │ ") == 1
 
 
 def test_a_trainer_that_is_made_inside_of_another_gets_its_own(trainer, monkeypatch):
