@@ -19,6 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import memcallback
+from memcallback.step.copies import fakes
 from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.resizing import resize_batch
 
@@ -337,6 +338,26 @@ def test_a_random_generator_is_copied_with_its_state_and_goes_its_own_way(mode):
         assert torch.equal(copied.get_state(), state)
         copied.manual_seed(5)
         assert torch.equal(generator.get_state(), state)
+
+
+def test_in_a_process_of_its_own_large_plain_data_is_shared_and_looked_through_once(
+    mode, monkeypatch
+):
+    monkeypatch.setattr(fakes, "is_in_child", lambda: True)
+    looked = []
+
+    class Rows(list):
+        def __iter__(self):
+            looked.append(len(self))
+            return super().__iter__()
+
+    module = nn.Linear(2, 2)
+    module.rows = Rows((number, str(number)) for number in range(20_000))
+    for _ in range(3):
+        assert fake_copy(module, mode).rows is module.rows
+    assert looked == [20_000]
+    module.rows.append(torch.ones(2))
+    assert isinstance(fake_copy(module, mode).rows[-1], FakeTensor)
 
 
 def test_a_dataset_and_a_data_loader_of_a_module_are_shared(mode):

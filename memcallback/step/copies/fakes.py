@@ -50,6 +50,9 @@ _CPU = torch.device("cpu")
 #: What is not copied where it need not be: arrays of so many bytes, containers of so many items.
 _LARGE_BYTES, _LARGE_LENGTH = MiB, 10_000
 _DATA_CONTAINERS = (dict, list, tuple, set, frozenset)
+#: Large containers that were looked through in a process of its own, which makes many copies: each
+#: with its length, and whether it is plain data.
+_looked_through: dict[int, tuple[object, int, bool]] = {}
 #: The fake modes of all copies that are alive.
 _modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
 #: The number of copies in progress, in all threads.
@@ -423,8 +426,13 @@ def _is_large_data(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray):
         return bool(value.nbytes > _LARGE_BYTES and not value.dtype.hasobject)
-    is_large = isinstance(value, _DATA_CONTAINERS) and len(value) > _LARGE_LENGTH
-    return is_large and all(map(_is_plain, walk([value], _items)))
+    if not isinstance(value, _DATA_CONTAINERS) or len(value) <= _LARGE_LENGTH:
+        return False
+    known, length, is_plain = _looked_through.get(id(value), (None, 0, False))
+    if known is not value or length != len(value):
+        is_plain = all(map(_is_plain, walk([value], _items)))
+        _looked_through[id(value)] = value, len(value), is_plain
+    return is_plain
 
 
 def _is_plain(value: object) -> bool:
