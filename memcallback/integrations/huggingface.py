@@ -198,7 +198,7 @@ class MemoryTrainerCallback(TrainerCallback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the results, and no part in the original's training."""
         return vars(self) | {
-            "_copied": results_of(self),
+            "_copied": results_of(self._results),
             "recorder": copy(self.recorder),
             "_monitor": None,
             "_watch": None,

@@ -176,7 +176,7 @@ class MemoryLog:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the results, and is closed: the original goes on alone."""
         state = vars(self) | {
-            "_copied": results_of(self),
+            "_copied": results_of(self._results),
             "_recorder": copy(self._recorder),
             "_is_closed": True,
             "_step": None,

@@ -198,6 +198,11 @@ class Monitor:
         self._patience_s = max(0.0, self._patience_s - (monotonic() - start))
         return self._prediction
 
+    @property
+    def known_prediction(self) -> StepPrediction | None:
+        """The prediction; None as long as it is being made."""
+        return self._prediction
+
     def _await_prediction(self, seconds: float | None) -> bool:
         """Wait so long for the prediction, if one is being made; return whether none is."""
         pending = self._pending

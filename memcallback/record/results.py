@@ -20,13 +20,22 @@ class Results:
     report: Report | None = None
     out_of_memory: OutOfMemoryReport | None = None
 
+    @property
+    def known_prediction(self) -> StepPrediction | None:
+        """The prediction."""
+        return self.prediction
+
 
 class HasResults(Protocol):
-    """What a callback, a log, a monitor and their results have in common."""
+    """What a monitor and the results in a copy have in common."""
 
     @property
     def prediction(self) -> StepPrediction | None:
         """The prediction."""
+
+    @property
+    def known_prediction(self) -> StepPrediction | None:
+        """The prediction; None as long as it is being made."""
 
     @property
     def report(self) -> Report | None:
@@ -38,9 +47,9 @@ class HasResults(Protocol):
 
 
 def results_of(training: HasResults) -> Results:
-    """The results of a training so far."""
+    """The results of a training so far; nobody waits for its prediction."""
     return Results(
-        prediction=training.prediction,
+        prediction=training.known_prediction,
         report=training.report,
         out_of_memory=training.out_of_memory,
     )

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 import memcallback as mc
+from memcallback.record.pending import PendingPrediction
 
 WAYS = [copy.copy, copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))]
 SAVINGS = {"accumulate": 2, "amp": "bf16-mixed", "checkpoint": ["network"]}
@@ -84,6 +85,29 @@ def test_a_copy_has_the_results_and_shares_nothing_live(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_copy_in_a_training_waits_for_no_prediction(way, tmp_path, monkeypatch):
+    waited = []
+    wait = PendingPrediction.wait
+
+    def note(self, seconds):
+        waited.append(seconds)
+        return seconds != 0 and wait(self, seconds)  # who does not wait does not get it
+
+    monkeypatch.setattr(PendingPrediction, "wait", note)
+
+    class Noting(Callback):
+        def on_train_batch_end(self, *_):
+            before = len(waited)
+            way(callback)
+            assert len(waited) == before
+
+    callback = mc.MemoryCallback()
+    fit(tmp_path, callback, Noting())
+    assert waited
+    assert way(callback).prediction == callback.prediction is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_callback_that_has_not_run_is_copied_with_its_settings(way, tmp_path):
     callback = way(mc.MemoryCallback(batch_size=8, device="24GiB", predict=False))
     fit(tmp_path, callback)
@@ -108,8 +132,8 @@ def test_a_log_is_copied_closed_and_goes_on_itself(way):
     assert len(recorder.steps) == 3
     copies.append(way(log))
     assert copies[-1].report == log.report
+    assert copies[-1].prediction == log.prediction is not None
     for copied in copies:
-        assert copied.prediction == log.prediction
         with copied:
             pass
     with pytest.raises(KeyError), copies[0]:

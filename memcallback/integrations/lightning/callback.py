@@ -250,7 +250,7 @@ class MemoryCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the results, and no part in the original's fit."""
         return vars(self) | {
-            "_copied": results_of(self),
+            "_copied": results_of(self._results),
             "_savings": copy(self._savings),
             "recorder": copy(self.recorder),
             "_monitor": None,
