@@ -1359,6 +1359,32 @@ def test_without_a_sanity_check_no_validation_is_predicted(tmp_path):
     assert not any("Worst moment" in note for note in callback.report.notes)
 
 
+class ValidatesOther(training.Automatic):
+    """Its validation reads nothing of its batch."""
+
+    def validation_step(self, batch, batch_idx):
+        return self(torch.zeros(8, training.NUM_FEATURES)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(5, 2)]),
+        lambda: torch.quantize_per_tensor(torch.ones(4, 2), 0.1, 0, torch.qint8),
+    ],
+    ids=["nested", "quantized"],
+)
+def test_a_training_is_recorded_after_a_validation_batch_without_a_fake(make, tmp_path):
+    callback = MemoryCallback(predict=False)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    batches = DataLoader([make()], batch_size=None)
+    loop.fit(ValidatesOther(), training.loader(4), batches)
+    assert len(callback.recorder.steps) == 4
+    assert callback.validation is None
+
+
 def test_a_validation_that_does_not_fit_is_warned_of(tmp_path):
     callback = MemoryCallback(device=20_000_000, wait_for_prediction=True)
     loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)

@@ -43,7 +43,7 @@ class ValidationBatches:
 
 def _without_data(part: Any) -> tuple[int, Any]:
     """The bytes of a batch, and the batch with tensors of the meta device."""
-    if type(part) is torch.Tensor:
+    if type(part) is torch.Tensor and not (part.is_nested or part.is_quantized):
         return storage_bytes([part]), torch.empty_like(part, device="meta")
     if isinstance(part, _PLAIN):
         return 0, part
