@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -17,6 +19,9 @@ from memcallback.devices.memory import (
     reset_peak_resident,
     resident_bytes,
 )
+
+#: Takes a value out of an allocator's statistics: of a name, `current` or `peak`.
+_Value = Callable[[Mapping[str, Any], str, str], int | None]
 
 
 class Meter(Protocol):
@@ -54,16 +59,20 @@ class MeterUnavailableError(RuntimeError):
 class AllocatorMeter:
     """Reads PyTorch's caching allocator on CUDA, or on another device through torch.accelerator.
 
-    Its counters are kept on the host, so that reading them waits for no kernel.
+    Its counters are kept on the host, so that reading them waits for no kernel. A meter that resets
+    the peaks tells them to the other meters of the device first.
     """
 
     reads_every_step = True
+    _all: ClassVar[weakref.WeakSet[AllocatorMeter]] = weakref.WeakSet()
 
     def __init__(self, device: torch.device, *, reset_peaks: bool = True) -> None:
         self.device = device
         self._index: torch.device | int = device
         self._reset_peaks = reset_peaks
-        self._readings: list[tuple[Mapping[str, Any], Holdings | None] | MemoryStats] = []
+        self._readings: list[MemoryStats | Callable[[], MemoryStats]] = []
+        #: The largest peaks that other meters have reset: since our last reading, if we reset too.
+        self._missed: Mapping[str, int] = {}
         if device.type == "cuda":
             self.source = "CUDA caching allocator"
             self.device_name = torch.cuda.get_device_name(device)
@@ -75,6 +84,7 @@ class AllocatorMeter:
             self._value = _nested_value
             # PyTorch takes longer to convert a torch.device than to reset the peaks.
             self._index = device if device.index is None else device.index
+            self._all.add(self)
             return
         accelerator = torch.accelerator
         if not hasattr(accelerator, "memory_stats"):
@@ -96,6 +106,7 @@ class AllocatorMeter:
         self._read = accelerator.memory_stats
         self._reset = accelerator.reset_peak_memory_stats
         self._value = _flat_value
+        self._all.add(self)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -103,9 +114,9 @@ class AllocatorMeter:
 
     def read(self, held: Holdings | None) -> None:
         """Read at a boundary."""
-        self._readings.append((self._read(self._index), held))
-        if self._reset_peaks:
-            self._reset(self._index)
+        raw = self._read(self._index)
+        self._readings.append(partial(_memory_stats, raw, held, self._value, self._missed))
+        self._reset_all(raw)
 
     def mark(self) -> None:
         """Read between two boundaries."""
@@ -114,18 +125,40 @@ class AllocatorMeter:
             MemoryStats(
                 allocated_bytes=value(raw, "allocated_bytes", "current"),
                 reserved_bytes=value(raw, "reserved_bytes", "current"),
-                peak_allocated_bytes=value(raw, "allocated_bytes", "peak"),
-                peak_reserved_bytes=value(raw, "reserved_bytes", "peak"),
+                peak_allocated_bytes=_peak(raw, value, self._missed, "allocated_bytes"),
+                peak_reserved_bytes=_peak(raw, value, self._missed, "reserved_bytes"),
             )
         )
-        if self._reset_peaks:
-            self._reset(self._index)
+        self._reset_all(raw)
+
+    def _reset_all(self, raw: Mapping[str, Any]) -> None:
+        """Reset the peaks that have just been read, and keep them for other meters."""
+        if not self._reset_peaks:
+            return
+        self._missed = {}
+        others = [meter for meter in self._all if meter is not self and meter._reads_as(self)]
+        for meter in others:
+            meter._missed = {
+                name: peak
+                for name in ("allocated_bytes", "reserved_bytes")
+                if (peak := _peak(raw, self._value, meter._missed, name)) is not None
+            }
+        self._reset(self._index)
+
+    def _reads_as(self, other: AllocatorMeter) -> bool:
+        """Whether another meter reads the same device; one without an index is the current one."""
+        if self.device.type != other.device.type or self.device == other.device:
+            return self.device == other.device
+        current = torch.accelerator.current_device_index()
+        numbers = {
+            current if one.device.index is None else one.device.index for one in (self, other)
+        }
+        return len(numbers) == 1
 
     def end(self) -> tuple[MemoryStats, ...]:
         """End the step."""
         stats = tuple(
-            reading if isinstance(reading, MemoryStats) else _memory_stats(*reading, self._value)
-            for reading in self._readings
+            reading if isinstance(reading, MemoryStats) else reading() for reading in self._readings
         )
         return stats if self._reset_peaks else _only_new_peaks(stats)
 
@@ -138,10 +171,16 @@ def _flat_value(raw: Mapping[str, Any], name: str, which: str) -> int | None:
     return raw.get(f"{name}.all.{which}")
 
 
+def _peak(
+    raw: Mapping[str, Any], value: _Value, missed: Mapping[str, int], name: str
+) -> int | None:
+    """The peak of a reading, or a larger one that was reset before."""
+    peak = value(raw, name, "peak")
+    return peak if peak is None else max(peak, missed.get(name, 0))
+
+
 def _memory_stats(
-    raw: Mapping[str, Any],
-    held: Holdings | None,
-    value: Callable[[Mapping[str, Any], str, str], int | None],
+    raw: Mapping[str, Any], held: Holdings | None, value: _Value, missed: Mapping[str, int]
 ) -> MemoryStats:
     return MemoryStats(
         allocated_bytes=value(raw, "allocated_bytes", "current"),
@@ -149,8 +188,8 @@ def _memory_stats(
         active_bytes=value(raw, "active_bytes", "current"),
         inactive_split_bytes=value(raw, "inactive_split_bytes", "current"),
         requested_bytes=value(raw, "requested_bytes", "current"),
-        peak_allocated_bytes=value(raw, "allocated_bytes", "peak"),
-        peak_reserved_bytes=value(raw, "reserved_bytes", "peak"),
+        peak_allocated_bytes=_peak(raw, value, missed, "allocated_bytes"),
+        peak_reserved_bytes=_peak(raw, value, missed, "reserved_bytes"),
         num_allocations=value(raw, "allocation", "current"),
         num_alloc_retries=raw.get("num_alloc_retries"),
         num_ooms=raw.get("num_ooms"),

@@ -5,6 +5,7 @@ makes it itself.
 """
 
 import gc
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -23,6 +24,8 @@ from memcallback.devices.meters import AllocatorMeter, _flat_value
 pytestmark = pytest.mark.cuda
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
+
+CUDA = torch.device("cuda")
 
 
 class Convolutions(training.Automatic):
@@ -295,6 +298,48 @@ def test_without_resets_the_programs_own_peak_survives(tmp_path):
     assert [window.peak_allocated_bytes for window in steady.windows] == [None] * 3
     assert steady.windows[0].end.allocated_bytes > 0
     assert callback.recorder.lifetime_peak_allocated_bytes == torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("options", [{}, {"per_module": True}])
+def test_two_recorders_of_one_device_record_the_same(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    alone, one, other = (MemoryRecorder(device=d) for d in ("cuda", "cuda", "cuda:0"))
+
+    def run(*recorders):
+        batch = torch.ones(256, 512, device="cuda")
+        with ExitStack() as stack:
+            for recorder in recorders:
+                stack.enter_context(recorder.watch(model, optimizer, **options))
+            for _ in range(3):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [
+            [window.peak_allocated_bytes for step in recorder.steps for window in step.windows]
+            for recorder in recorders
+        ]
+
+    run()  # the workspaces and the optimizer's state are there before the first recorded step
+    (expected,) = run(alone)
+    assert run(one, other) == [expected, expected]
+
+
+def test_without_resets_a_meter_has_the_peaks_that_another_one_resets():
+    torch.cuda.reset_peak_memory_stats()
+    plain, resetting = AllocatorMeter(CUDA, reset_peaks=False), AllocatorMeter(CUDA)
+    for meter in (plain, resetting):
+        meter.begin()
+        meter.read(None)
+    held = torch.empty(256 * MiB, dtype=torch.uint8, device="cuda")
+    peak = torch.cuda.memory_allocated()
+    del held
+    resetting.read(None)
+    plain.read(None)
+    plain.read(None)
+    assert [stats.peak_allocated_bytes for stats in plain.end()[1:]] == [peak, None]
+    assert resetting.end()[1].peak_allocated_bytes == peak
 
 
 def test_the_lifetime_peak_is_what_torch_would_have_said(tmp_path):
