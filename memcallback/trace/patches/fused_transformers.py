@@ -38,8 +38,8 @@ def fused_transformer_patches(mode: TraceMode) -> Iterator[Patch]:
             _overrides(type(each)) for each in relevant_args
         )
 
-    def modules(layer: nn.Module, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        every = nn.Module.modules(layer, remove_duplicate)
+    def modules(layer: nn.Module, *args: Any, **options: Any) -> Iterator[nn.Module]:
+        every = nn.Module.modules(layer, *args, **options)
         return filter(_has_hooks, every) if _calls(nn.TransformerEncoderLayer.forward) else every
 
     yield torch.overrides, "has_torch_function", has_torch_function
