@@ -535,6 +535,7 @@ def test_copies_and_pickles_of_a_watched_model_are_not_watched(parts):
 
 # Newer versions of PyTorch, and Python 3.14.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 def test_a_watched_model_is_scripted_as_without_a_watch_and_stays_watched(parts):
     model, _ = parts
     create, expected = torch.jit._recursive.create_script_module, model.eval()(BATCH)
