@@ -24,11 +24,43 @@ SORTS = {
 }
 
 
+def numbers(x, size, most):
+    return torch.arange(size, device=x.device) % most
+
+
+def three(x):
+    return numbers(x, 64, 64)[:, None, None], numbers(x, 50, 128)[:, None], numbers(x, 40, 64)
+
+
+def put(x, value):
+    """`x` with a value at indices of all three dimensions."""
+    y, indices = x.clone(), three(x)
+    y[indices] = x[indices].detach() if value is None else value
+    return y
+
+
+INDEXINGS = {
+    "indices of three dimensions": lambda x: x[three(x)],
+    "whole numbers of 32 bits": lambda x: x[numbers(x, 640, 64).int(), numbers(x, 640, 128)],
+    "row and column": lambda x: x[numbers(x, 64, 64)[:, None], numbers(x, 100, 128)],
+    "row and column apart": lambda x: x[numbers(x, 64, 64)[:, None], :, numbers(x, 64, 64)],
+    "in two strides": lambda x: x[numbers(x, 1280, 64)[::2], numbers(x, 640, 128)],
+    "a number put": lambda x: put(x, 0.0),
+    "values put": lambda x: put(x, None),
+    "values added": lambda x: x.clone().index_put(three(x), x[three(x)].detach(), accumulate=True),
+    "transposed": lambda x: x[
+        numbers(x, 6400, 64).view(64, 100).t(), numbers(x, 6400, 128).view(100, 64)
+    ],
+}
+
+
 def loss_of(function, model, batch):
     return function(model(batch)).sum()
 
 
-@pytest.mark.parametrize("function", [pytest.param(f, id=n) for n, f in SORTS.items()])
+@pytest.mark.parametrize(
+    "function", [pytest.param(f, id=n) for n, f in {**SORTS, **INDEXINGS}.items()]
+)
 def test_it_takes_as_much_as_on_the_device(function):
     empty_device()
     model, batch, loss = nn.Linear(64, 64), torch.zeros(64, 128, 64), partial(loss_of, function)
