@@ -137,12 +137,12 @@ def _log_sigmoid(call: OpCall) -> Any:
     return call.result[0], call.result[1].new_empty(0)
 
 
-def _col2im(call: OpCall) -> Any:
+def _like_input(call: OpCall) -> Any:
     """The output starts as an empty tensor like the input (`col2im_cuda`, Col2Im.cu)."""
-    columns, output = call.arguments[0], call.result
-    if columns.numel() <= output.numel():
+    x, output = call.arguments[0], call.result
+    if x.numel() <= output.numel():
         return None
-    return output.new_empty(columns.numel()).as_strided(output.shape, output.stride())
+    return output.new_empty(x.numel()).as_strided(output.shape, output.stride())
 
 
 def _like_gradient(call: OpCall) -> Any:
@@ -214,7 +214,8 @@ CORRECTIONS: dict[str, Correction] = {
     "pixel_unshuffle": _first_contiguous,
     "reflection_pad2d": _first_contiguous,
     "replication_pad2d": _first_contiguous,
-    "col2im": _col2im,
+    "col2im": _like_input,
+    "im2col": _like_input,
     "_weight_norm_interface": _weight_norm,
     "pow": _power,
     "native_dropout": _dropout,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from device_loop import empty_device, record_on_device
 from torch import nn
+from torch.nn import functional as F
 
 import memcallback as mc
 
@@ -54,13 +55,55 @@ INDEXINGS = {
 }
 
 
+def images(x):
+    return x.reshape(32, 64, 16, 16)
+
+
+def last(x):
+    return images(x).contiguous(memory_format=torch.channels_last)
+
+
+def volumes_last(x):
+    return x.reshape(8, 64, 16, 8, 8).contiguous(memory_format=torch.channels_last_3d)
+
+
+IMAGES = {
+    "max_pool2d": lambda x: F.max_pool2d(images(x).transpose(2, 3), 2),
+    "avg_pool2d": lambda x: F.avg_pool2d(last(x), 2),
+    "avg_pool2d of a part": lambda x: F.avg_pool2d(last(x)[:, :, 2:14, 2:14], 2).relu(),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(images(x), 4),
+    "adaptive_avg_pool2d of channels last": lambda x: F.adaptive_avg_pool2d(last(x), 4),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(images(x), 4),
+    "adaptive_max_pool2d of channels last": lambda x: F.adaptive_max_pool2d(last(x), 4),
+    "max_unpool2d": lambda x: F.max_unpool2d(*F.max_pool2d(last(x), 2, return_indices=True), 2),
+    "max_pool3d": lambda x: F.max_pool3d(volumes_last(x), 2).relu(),
+    "avg_pool3d": lambda x: F.avg_pool3d(volumes_last(x), 2).relu(),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(volumes_last(x), 2).relu(),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(volumes_last(x), 2).relu(),
+    "interpolate of volumes": lambda x: F.interpolate(volumes_last(x), scale_factor=2).relu(),
+    "interpolate, antialias": lambda x: F.interpolate(
+        last(x), scale_factor=0.5, mode="bilinear", antialias=True
+    ).relu(),
+    "unfold": lambda x: F.unfold(last(x), 3),
+    "affine_grid": lambda x: F.affine_grid(
+        x.reshape(-1)[:384].view(64, 2, 3), (64, 1, 32, 32), align_corners=False
+    ),
+}
+ROLLS = {
+    "roll(0)": lambda x: x.roll(1, 0),
+    "roll(0, 1, 2)": lambda x: x.roll((1, 2, 3), (0, 1, 2)).relu(),
+    "roll(0, 1, 2) of a transposed": lambda x: x.transpose(0, 1).roll((1, 2, 3), (0, 1, 2)),
+}
+
+
+OPERATORS = {**SORTS, **INDEXINGS, **IMAGES, **ROLLS}
+
+
 def loss_of(function, model, batch):
     return function(model(batch)).sum()
 
 
-@pytest.mark.parametrize(
-    "function", [pytest.param(f, id=n) for n, f in {**SORTS, **INDEXINGS}.items()]
-)
+@pytest.mark.parametrize("function", [pytest.param(f, id=n) for n, f in OPERATORS.items()])
 def test_it_takes_as_much_as_on_the_device(function):
     empty_device()
     model, batch, loss = nn.Linear(64, 64), torch.zeros(64, 128, 64), partial(loss_of, function)

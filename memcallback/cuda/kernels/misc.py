@@ -100,18 +100,22 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
 
 
 def _roll(call: OpCall) -> Kernel | None:
-    """`roll_common` (TensorTransformations.h): one dimension at a time, the last is the output."""
-    shifts = call.arguments[1]
-    if len(shifts) < 2:
+    """`roll_common` (TensorTransformations.h): one dimension at a time, the last is the output.
+
+    The first is rolled in a contiguous copy. All others are kept until the end.
+    """
+    x, shifts = call.arguments[:2]
+    if not shifts or not x.numel():
         return None
     kernel = KernelBuilder()
-    before: int | None = None
+    copy = kernel.alloc_copy(x)
+    rolled = []
     for _ in shifts[:-1]:
-        rolled = kernel.alloc(dense_bytes(call.arguments[0]))
-        kernel.free(before)
-        before = rolled
+        rolled.append(kernel.alloc(dense_bytes(x)))
+        kernel.free(copy)
+        copy = None
     kernel.output(0)
-    kernel.free(before)
+    kernel.free(copy, *reversed(rolled))
     return kernel.build()
 
 
@@ -191,29 +195,6 @@ def _where(call: OpCall) -> Kernel | None:
     kernel.output(0)
     kernel.free(*reversed(copies))
     return kernel.build()
-
-
-def _max_pool_backward(call: OpCall) -> Kernel | None:
-    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu).
-
-    Copies of gradient, input and indices in the input's memory format.
-    """
-    grad, x, indices = call.arguments[0], call.arguments[1], call.arguments[-1]
-    is_last = (
-        x.dim() == 4
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and not x.is_contiguous()
-    )
-    layout = torch.channels_last if is_last else torch.contiguous_format
-    kernel = KernelBuilder()
-    kernel.output(0)
-    copies = [
-        kernel.alloc(dense_bytes(tensor))
-        for tensor in (grad, x, indices)
-        if not tensor.is_contiguous(memory_format=layout)
-    ]
-    kernel.free(*reversed(copies))
-    return kernel.build() if copies else None
 
 
 def _size_of_complex(call: OpCall) -> Kernel | None:
@@ -376,7 +357,6 @@ def _multinomial(call: OpCall) -> Kernel:
 
 
 RULES: dict[str, Rule] = {
-    "max_pool2d_with_indices_backward": _max_pool_backward,
     "native_dropout": _mask_first,
     "_foreach_norm": _foreach_norm,
     "roll": _roll,
