@@ -195,7 +195,7 @@ class TraceMode(FakeTensorMode):
     def _decomposition(self, call: OpCall) -> Callable[..., Any] | None:
         """What runs instead of a composite operator; None for a primitive one."""
         if call.op is _aten._pack_padded_sequence.default:
-            return partial(pack_padded, assumed=self.assumed, on_host=self.placement.on_host)
+            return self._packed(call)
         if call.operator == "aten::_ctc_loss":
             return partial(
                 ctc_forward,
@@ -207,6 +207,16 @@ class TraceMode(FakeTensorMode):
         copies = self._replayed_views.has_copied(call, node)
         decomposition = self._copied_first(call, node) if copies else None
         return decomposition or decomposition_of(call, is_wrapped=self._is_in_wrapper)
+
+    def _packed(self, call: OpCall) -> Callable[..., Any]:
+        """What packs sequences: of unknown lengths, or of those in the batch."""
+        lengths: Any = call.args[1]
+        if lengths.constant is None:
+            self.open_shapes.append(call.operator)
+        values = self.values.get(lengths) if self.values.decide_shapes else None
+        return partial(
+            pack_padded, values=values, assumed=self.assumed, on_host=self.placement.on_host
+        )
 
     def _copied_first(self, call: OpCall, node: Any) -> Callable[..., Any] | None:
         """What runs instead of a view of a gradient that autograd copies; None for the view."""
