@@ -4,7 +4,7 @@ recorded with PyTorch 2.11 on a virtual H200.
 
 import pytest
 import torch
-from kernel_zoo import Case, T, i32, i64
+from kernel_zoo import Case, T, bf16, i32, i64
 from test_kernels import compare, load, spec_of
 
 SORTS = [
@@ -378,7 +378,30 @@ IMAGES = [
     ),
 ]
 
-RECORDED = [*SORTS, *INDEXINGS, *IMAGES, *OTHERS]
+NORMS = [
+    (
+        Case("renorm", (T((64, 100)), 2, 0, 1.0), {}),
+        "+25600 +256 -1",
+        "f32[64,100]@0",
+    ),
+    (
+        Case("renorm", (T((64, 100), bf16), 2, 1, 1.0), {}),
+        "+12800 +400 +200 -2 -1",
+        "bf16[64,100]@0",
+    ),
+    (
+        Case("renorm", (T((8, 4, 100), layout="t"), 2, 2, 1.0), {}),
+        "+12800 +400 -1",
+        "f32[8,4,100]@0",
+    ),
+    (
+        Case("renorm", (T((3, 65536)), 2, 0, 1.0), {}),
+        "+786432 +12 -1",
+        "f32[3,65536]@0",
+    ),
+]
+
+RECORDED = [*SORTS, *INDEXINGS, *IMAGES, *OTHERS, *NORMS]
 
 
 @pytest.mark.parametrize(
