@@ -215,6 +215,7 @@ CORRECTIONS: dict[str, Correction] = {
     "reflection_pad2d": _first_contiguous,
     "replication_pad2d": _first_contiguous,
     "col2im": _like_input,
+    "max_unpool2d": _first_contiguous,
     "im2col": _like_input,
     "_weight_norm_interface": _weight_norm,
     "pow": _power,
