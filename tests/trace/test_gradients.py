@@ -12,6 +12,19 @@ import memcallback as mc
 from memcallback.devices.catalogue import find_device
 
 CARD = replace(find_device("NVIDIA H200"), torch_version=(2, 11))
+
+
+def written_to_a_view(write):
+    """Numbers written to a part of a copy."""
+
+    def function(x):
+        copy = x.clone()
+        write(copy[:, :64], torch.arange(640, device=x.device) % 64)
+        return copy
+
+    return function
+
+
 #: An operator -> the largest allocation of the backward pass on a virtual H200 with PyTorch 2.11.
 PEAK_BYTES = {
     "prod": 77_137_408,
@@ -21,6 +34,8 @@ PEAK_BYTES = {
     "max": 77_615_104,
     "median": 77_615_104,
     "take": 74_507_264,
+    "put in a view": 74_472_448,
+    "scatter in a view": 74_471_936,
 }
 OPERATORS = {
     "prod": lambda x: x.prod(1),
@@ -30,6 +45,12 @@ OPERATORS = {
     "max": lambda x: x.max(),
     "median": lambda x: x.median(),
     "take": lambda x: x.take(torch.arange(5000, device=x.device)),
+    "put in a view": written_to_a_view(
+        lambda part, places: part.index_put_((places,), part.new_zeros(()))
+    ),
+    "scatter in a view": written_to_a_view(
+        lambda part, places: part.scatter_(1, places.view(1, 10, 64), 0.0)
+    ),
 }
 
 

@@ -25,8 +25,9 @@ IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
 #: Nodes that use these operators out of place: `scatter_reduce_backward` and
-#: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp.
-_OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward")
+#: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp, and the gradient of what was
+#: written to a view.
+_OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward", "torch::autograd::CopySlices")
 #: Nodes that find which elements are the largest: `evenly_distribute_backward`.
 _EVENLY = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
 #: Operators of a loss gradient that are in place: `sigmoid(x).sub_(target).mul_(gradient)`.
