@@ -165,6 +165,17 @@ def dense_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def is_dense_in_any_order(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their extent, each once (`is_non_overlapping_and_dense`)."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
 def is_low(dtype: torch.dtype) -> bool:
     """Whether CUDA computes this dtype in float32."""
     return dtype in (torch.float16, torch.bfloat16)

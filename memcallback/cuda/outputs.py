@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,12 +137,12 @@ def _log_sigmoid(call: OpCall) -> Any:
     return call.result[0], call.result[1].new_empty(0)
 
 
-def _col2im(call: OpCall) -> Any:
+def _like_input(call: OpCall) -> Any:
     """The output starts as an empty tensor like the input (`col2im_cuda`, Col2Im.cu)."""
-    columns, output = call.arguments[0], call.result
-    if columns.numel() <= output.numel():
+    x, output = call.arguments[0], call.result
+    if x.numel() <= output.numel():
         return None
-    return output.new_empty(columns.numel()).as_strided(output.shape, output.stride())
+    return output.new_empty(x.numel()).as_strided(output.shape, output.stride())
 
 
 def _like_gradient(call: OpCall) -> Any:
@@ -214,7 +214,9 @@ CORRECTIONS: dict[str, Correction] = {
     "pixel_unshuffle": _first_contiguous,
     "reflection_pad2d": _first_contiguous,
     "replication_pad2d": _first_contiguous,
-    "col2im": _col2im,
+    "col2im": _like_input,
+    "max_unpool2d": _first_contiguous,
+    "im2col": _like_input,
     "_weight_norm_interface": _weight_norm,
     "pow": _power,
     "native_dropout": _dropout,
@@ -256,8 +258,63 @@ def _product_in_another_dtype(call: OpCall) -> torch.Tensor | None:
     return mat_a.new_empty((*mat_a.shape[:-1], mat_b.shape[-1]), dtype=dtype)  # type: ignore[no-any-return]
 
 
+#: Most dimensions that cuFFT transforms at once.
+_MAX_FFT_DIMS = 3
+
+
+def _transformed(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    """`_exec_fft` (SpectralOps.cpp): the transformed dimensions come last, in their order.
+
+    All others come before, those with the largest strides first.
+    """
+    before = x.stride()
+    others = sorted((d for d in range(x.ndim) if d not in dims), key=lambda d: -before[d])
+    order = [*others, *dims]
+    dense = torch.empty([shape[d] for d in order], device="meta").stride()
+    strides = [dense[order.index(d)] for d in range(x.ndim)]
+    dtype = x.dtype.to_complex()
+    return x.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def _transformed_in_parts(
+    x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]
+) -> torch.Tensor:
+    """Complex transforms of at most three dimensions at a time, the largest strides last."""
+    left = list(dims)
+    while left:
+        before = x.stride()
+        left = sorted(left, key=before.__getitem__, reverse=True)
+        left, now = left[:-_MAX_FFT_DIMS], left[-_MAX_FFT_DIMS:]
+        x = _transformed(x, shape, now)
+    return x
+
+
+def _fft_of_complex(call: OpCall) -> torch.Tensor | None:
+    """`_fft_c2c_cufft` (SpectralOps.cpp); the fake kernel mixes up the sizes of dimensions."""
+    x, dims = call.arguments[:2]
+    if not dims:
+        return None
+    return _transformed_in_parts(x, x.shape, dims)
+
+
+def _fft_of_real(call: OpCall) -> torch.Tensor | None:
+    """`_fft_r2c_cufft`: the first two dimensions, or more than three, one after the other."""
+    x, dims, _, is_one_sided = call.arguments
+    is_at_once = len(dims) <= _MAX_FFT_DIMS and list(dims[:2]) != [0, 1]
+    if call.card is None or not (is_at_once or is_one_sided):
+        return None
+    shape = list(x.shape)
+    if is_one_sided:
+        shape[dims[-1]] = shape[dims[-1]] // 2 + 1
+    if is_at_once:
+        return _transformed(x, shape, dims)
+    return _transformed_in_parts(_transformed(x, shape, dims[-1:]), shape, dims[:-1])
+
+
 #: Operators with failing fake kernels -> the result; None to run the fake kernel.
 REPLACEMENTS: dict[str, Callable[[OpCall], torch.Tensor | None]] = {
+    "_fft_c2c": _fft_of_complex,
+    "_fft_r2c": _fft_of_real,
     "_ctc_loss_backward": lambda call: call.args[1].new_empty(call.args[1].shape),
     "addmm": _product_in_another_dtype,
     "baddbmm": _product_in_another_dtype,

@@ -28,6 +28,7 @@ from memcallback.cuda.kernels import (
     matrix,
     misc,
     norm,
+    pooling,
     reduction,
     sort,
 )
@@ -42,6 +43,7 @@ _KERNELS: dict[str, Rule] = {
     **matrix.RULES,
     **misc.RULES,
     **norm.RULES,
+    **pooling.RULES,
     **reduction.RULES,
     **sort.RULES,
 }

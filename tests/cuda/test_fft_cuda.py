@@ -28,13 +28,18 @@ def loss_of(function, model, batch):
         lambda x: torch.fft.fft(x + 0j, dim=1),
         lambda x: torch.fft.fft(x + 0j, dim=0),
         lambda x: torch.fft.ifft(x.transpose(1, 2) + 0j),
+        lambda x: torch.fft.fft2(x + 0j, dim=(2, 1)),
+        lambda x: torch.fft.fft2(x, dim=(1, 0)),
+        lambda x: torch.fft.rfft2(x, dim=(2, 1)),
+        lambda x: torch.fft.rfft2(x, dim=(1, 0)),
         lambda x: torch.fft.irfft(x + 0j, dim=1),
         lambda x: torch.fft.irfft2(x + 0j, dim=(0, 1)),
         lambda x: torch.pdist(F.normalize(x.flatten(1)[:, :512])),
     ],
     ids=[
         *("rfft(-1)", "rfft(1)", "rfft(1, n)", "rfft2(0, 1)", "fft(1)", "fft(0)"),
-        *("ifft of a transposed", "irfft(1)", "irfft2(0, 1)", "pdist"),
+        *("ifft of a transposed", "fft2(2, 1)", "fft2(1, 0)", "rfft2(2, 1)", "rfft2(1, 0)"),
+        *("irfft(1)", "irfft2(0, 1)", "pdist"),
     ],
 )
 def test_it_takes_as_much_as_on_the_device(function):

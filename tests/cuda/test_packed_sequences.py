@@ -34,7 +34,9 @@ class Model(nn.Module):
 
 def loss_of(lengths):
     """A loss that takes the lengths from somewhere."""
-    return lambda model, batch: F.cross_entropy(model(batch["x"], lengths(batch)), batch["y"])
+    return lambda model, batch: F.cross_entropy(
+        model(batch["x"], lengths(model, batch)), batch["y"]
+    )
 
 
 def step(lengths, *, is_sorted=False):
@@ -46,6 +48,11 @@ def step(lengths, *, is_sorted=False):
     return TrainingStep(
         Model(is_sorted=is_sorted), batch, loss=loss_of(lengths), optimizer=torch.optim.SGD
     )
+
+
+def of_parameters(model, batch):
+    """Lengths that the device computes of parameters."""
+    return model.head(batch["x"].new_ones(len(batch["x"]), 12)).sum(1).long().cpu()
 
 
 def packed_rows(traced):
@@ -62,7 +69,7 @@ def packed_rows(traced):
 
 @pytest.mark.parametrize("device", [CARD, None])
 def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
-    unknown = step(lambda batch: batch["lengths"].cpu())
+    unknown = step(of_parameters)
     traced = trace(TraceRequest(unknown, device))
     assert packed_rows(traced) == 4 * 6
     assert (
@@ -78,9 +85,29 @@ def test_sequences_of_unknown_lengths_are_as_long_as_can_be(device):
 
 
 @pytest.mark.parametrize("device", [CARD, None])
+def test_a_step_that_needs_the_lengths_of_its_batch_gets_them_and_that_is_said(device):
+    def loss(model, batch):
+        packed = rnn.pack_padded_sequence(
+            batch["x"], batch["lengths"].cpu(), batch_first=True, enforce_sorted=False
+        )
+        output, _ = rnn.pad_packed_sequence(model.rnn(packed)[0], batch_first=True)
+        return F.mse_loss(output, batch["y"])  # which has as many steps as the longest sequence
+
+    batch = {
+        "x": torch.randn(4, 6, 8),
+        "lengths": torch.tensor([1, 2, 3, 4]),
+        "y": torch.zeros(4, 4, 12),
+    }
+    known = TrainingStep(Model(is_sorted=False), batch, loss=loss, optimizer=torch.optim.SGD)
+    traced = trace(TraceRequest(known, device))
+    assert packed_rows(traced) == 1 + 2 + 3 + 4
+    assert "Sequences are packed: the lengths of this batch were taken." in traced.caveats
+
+
+@pytest.mark.parametrize("device", [CARD, None])
 @pytest.mark.parametrize("lengths", [[2, 5, 1, 3], torch.tensor([2, 5, 1, 3])])
 def test_lengths_on_the_host_are_read(device, lengths):
-    traced = trace(TraceRequest(step(lambda batch: lengths), device))
+    traced = trace(TraceRequest(step(lambda model, batch: lengths), device))
     assert packed_rows(traced) == 2 + 5 + 1 + 3
     assert not any("Sequences of unknown lengths" in caveat for caveat in traced.caveats)
 
@@ -89,13 +116,17 @@ def test_lengths_for_another_number_of_sequences_are_an_error():
     with pytest.raises(
         PredictionError, match="4 lengths for 5 packed sequences: give one for each"
     ):
-        trace(TraceRequest(step(lambda batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5))
+        trace(
+            TraceRequest(
+                step(lambda model, batch: [5, 3, 2, 1], is_sorted=True), CARD, batch_size=5
+            )
+        )
 
 
 def test_without_cudnn_a_packed_layer_is_run_step_by_step(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    known = trace(TraceRequest(step(lambda batch: [2, 5, 1, 3]), CARD))
-    with_cudnn = trace(TraceRequest(step(lambda batch: [2, 5, 1, 3]), None))
+    known = trace(TraceRequest(step(lambda model, batch: [2, 5, 1, 3]), CARD))
+    with_cudnn = trace(TraceRequest(step(lambda model, batch: [2, 5, 1, 3]), None))
     names = [
         {event.operator for event in traced.trace.events if isinstance(event, Alloc)}
         for traced in (known, with_cudnn)

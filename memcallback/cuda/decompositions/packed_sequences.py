@@ -1,8 +1,8 @@
 """Packed sequences on fake tensors.
 
 `pack_padded` and `packed_kernels` follow aten/src/ATen/native/PackedSequence.cpp and RNN.cpp. They
-use the lengths if these are known (`FakeTensor.constant`); else every sequence is assumed to be as
-long as the longest.
+use the lengths if code gives them (`FakeTensor.constant`). Those of a batch are others in the next:
+every sequence is assumed to be as long as the longest, unless the step fails with that.
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ def pack_padded(
     lengths: torch.Tensor,
     batch_first: bool,
     *,
+    values: torch.Tensor | None,
     assumed: dict[str, None],
     on_host: Callable[[], AbstractContextManager[None]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_pack_padded_sequence`: the steps of all sequences, and on the host the number per step."""
+    """`_pack_padded_sequence`: the steps of all sequences, and on the host the number per step.
+
+    `values` are the lengths of the batch, if these are to be taken.
+    """
     x = x.transpose(0, 1) if batch_first else x
     longest, number = x.shape[:2]
     known = known_values(lengths)
+    if known is None and values is not None:
+        with no_dispatch():
+            known = values.tolist()
+        assumed["Sequences are packed: the lengths of this batch were taken."] = None
     if len(lengths) != number:
         raise ValueError(
             f"{len(lengths)} lengths for {number} packed sequences: give one for each."

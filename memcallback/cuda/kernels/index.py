@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.tensors import dense_parts
 from memcallback.core.units import round_up
+from memcallback.cuda.kernels.reduction import Reducer, add_reduction
 from memcallback.cuda.kernels.sort import alloc_sort, scan_bytes
 from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, accumulate_bytes, dense_bytes
 
@@ -138,27 +140,87 @@ def _bag_gradient(
     return kernel.build()
 
 
+def _without_data(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The index tensors on `meta`; None with a mask among them."""
+    given = [index for index in indices if index is not None]
+    if not given or any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return None
+    return [
+        torch.empty_strided(index.shape, index.stride(), dtype=index.dtype, device="meta")
+        for index in given
+    ]
+
+
+def _is_int32(index: torch.Tensor) -> bool:
+    return index.dtype == torch.int32
+
+
+def _alloc_index_copies(kernel: KernelBuilder, indices: Sequence[torch.Tensor]) -> list[int]:
+    """Copies in int64, and contiguous ones of indices with different strides.
+
+    `make_info` (TensorAdvancedIndexingUtils.h), `AdvancedIndex` (TensorAdvancedIndexing.cpp).
+    """
+    indices = torch.broadcast_tensors(*indices)
+    wide = [index.to(torch.int64) for index in indices]
+    copies = {
+        place: kernel.alloc(dense_bytes(wide[place]))
+        for place, index in enumerate(indices)
+        if _is_int32(index)
+    }
+    # A dimension more, as for the others of the tensor, takes no account of strides of single rows.
+    if len({index.reshape(*index.shape, 1).stride() for index in wide}) > 1:
+        for place, index in enumerate(wide):
+            if not index.is_contiguous():
+                before, copies[place] = copies.get(place), kernel.alloc(dense_bytes(index))
+                kernel.free(before)
+    return [copies[place] for place in sorted(copies)]
+
+
+def _index(call: OpCall) -> Kernel | None:
+    """`index` (TensorAdvancedIndexing.cpp) makes copies of its indices first."""
+    indices = _without_data(call.arguments[1])
+    if indices is None:
+        return None
+    kernel = KernelBuilder()
+    copies = _alloc_index_copies(kernel, indices)
+    kernel.output(0)
+    kernel.free(*reversed(copies))
+    return kernel.build()
+
+
 def _index_put(call: OpCall) -> Kernel | None:
+    """`_index_put_impl_` (TensorAdvancedIndexing.cpp) makes copies of its indices."""
+    indices = _without_data(call.arguments[1])
+    if indices is None:
+        return None
+    kernel = KernelBuilder()
+    if call.outputs and call.name in ("index_put", "_unsafe_index_put"):
+        kernel.output(0)
+    if call.arguments[3]:
+        _accumulate(kernel, call, indices)
+    else:
+        kernel.free(*_alloc_index_copies(kernel, indices))
+    return kernel.build()
+
+
+def _accumulate(kernel: KernelBuilder, call: OpCall, tensors: Sequence[torch.Tensor]) -> None:
     """`index_put_with_sort_kernel` (Indexing.cu), if values are added.
 
     Linear indices, a copy of the values, a sort with positions.
     """
     x, indices, values = call.arguments[:3]
-    accumulate = call.arguments[3]
     is_unsafe = call.name == "_index_put_impl_" and call.arguments[4]
-    tensors = [t for t in indices if t is not None]
-    if not accumulate or not tensors or any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
-        return None
-    kernel = KernelBuilder()
-    if call.outputs and call.name in ("index_put", "_unsafe_index_put"):
-        kernel.output(0)
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    count = math.prod(shape)
+    adjacent_x = kernel.alloc_copy(x)
+    wide = [kernel.alloc(tensor.numel() * 8) for tensor in tensors if _is_int32(tensor)]
+    tensors = torch.broadcast_tensors(*(tensor.to(torch.int64) for tensor in tensors))
+    shape, count = tensors[0].shape, tensors[0].numel()
     linear: int | None = None
     for index in tensors:
         # Each index is checked: are its smallest and largest values in range?
         for _ in range(0 if is_unsafe else 2):
-            bound = kernel.alloc(index.element_size())
+            bound, copy = kernel.alloc(8), kernel.alloc_copy(index)
+            add_reduction(kernel, call.device, Reducer(8), 8, (count,), (1,), (True,))
+            kernel.free(copy)
             kernel.free(kernel.alloc(1), bound)
         wrapped, offset = kernel.alloc(count * 8), kernel.alloc(count * 8)
         kernel.free(wrapped)
@@ -166,6 +228,7 @@ def _index_put(call: OpCall) -> Kernel | None:
             linear = offset
         else:
             kernel.free(offset)
+    kernel.free(*wide)
     dims = [i for i, t in enumerate(indices) if t is not None]
     kept = [d for d in range(x.ndim) if d >= len(indices) or indices[d] is None]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -178,12 +241,15 @@ def _index_put(call: OpCall) -> Kernel | None:
     expanded = values.numel() != math.prod(whole) or not values.is_contiguous()
     copies = [] if adjacent else [kernel.alloc(dense_bytes(x))]
     copies += [kernel.alloc(math.prod(whole) * values.element_size())] if expanded else []
+    if not (tensors[0] + 1).is_contiguous():  # in the layout of the first index
+        flat = kernel.alloc(count * 8)
+        kernel.free(linear)
+        linear = flat
     sorted_, original, positions = (kernel.alloc(count * 8) for _ in range(3))
     after = math.prod(x.shape[dims[-1] + 1 :]) if adjacent else math.prod(sliced)
     bits = (max(x.numel() - 1, 0) // max(after, 1)).bit_length()
     scratch = alloc_sort(kernel, call.device.compute_capability[0], 8, 8, count, max(bits, 1))
-    kernel.free(scratch, positions, original, sorted_, *reversed(copies), linear)
-    return kernel.build()
+    kernel.free(scratch, positions, original, sorted_, *reversed(copies), linear, adjacent_x)
 
 
 def _scatter_reduce(call: OpCall) -> Kernel | None:
@@ -266,6 +332,7 @@ RULES: dict[str, Rule] = {
     "_embedding_bag_forward_only": _embedding_bag,
     "_embedding_bag_dense_backward": _embedding_bag_dense_backward,
     "_embedding_bag_backward": _embedding_bag_backward,
+    "index": _index,
     "index_put": _index_put,
     "index_put_": _index_put,
     "_unsafe_index_put": _index_put,

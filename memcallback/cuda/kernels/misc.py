@@ -18,6 +18,7 @@ from memcallback.cuda.op_call import (
     Rule,
     accumulate_bytes,
     dense_bytes,
+    is_dense_in_any_order,
     is_low,
     output_then_copy,
 )
@@ -78,13 +79,6 @@ def foreach_norm_bytes(wide: int, *counts: int) -> int:
     return wide * len(counts) * max(1, -(-max(counts) // _CHUNK))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its extent, in any order."""
-    return tensor.numel() == 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
 def _foreach_norm(call: OpCall) -> Kernel | None:
     """`foreach_tensor_norm_cuda` (ForeachReduceOp.cu): partial results, then the outputs.
 
@@ -93,7 +87,7 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
     tensors = call.arguments[0]
     order = call.arguments[1] if len(call.arguments) > 1 else 2
     first = tensors[0]
-    same = all(t.dtype == first.dtype and t.numel() and _is_dense(t) for t in tensors)
+    same = all(t.dtype == first.dtype and t.numel() and is_dense_in_any_order(t) for t in tensors)
     if not same or order not in (1, 2, float("inf")):
         return None
     kernel = KernelBuilder()
@@ -106,18 +100,22 @@ def _foreach_norm(call: OpCall) -> Kernel | None:
 
 
 def _roll(call: OpCall) -> Kernel | None:
-    """`roll_common` (TensorTransformations.h): one dimension at a time, the last is the output."""
-    shifts = call.arguments[1]
-    if len(shifts) < 2:
+    """`roll_common` (TensorTransformations.h): one dimension at a time, the last is the output.
+
+    The first is rolled in a contiguous copy. All others are kept until the end.
+    """
+    x, shifts = call.arguments[:2]
+    if not shifts or not x.numel():
         return None
     kernel = KernelBuilder()
-    before: int | None = None
+    copy = kernel.alloc_copy(x)
+    rolled = []
     for _ in shifts[:-1]:
-        rolled = kernel.alloc(dense_bytes(call.arguments[0]))
-        kernel.free(before)
-        before = rolled
+        rolled.append(kernel.alloc(dense_bytes(x)))
+        kernel.free(copy)
+        copy = None
     kernel.output(0)
-    kernel.free(before)
+    kernel.free(copy, *reversed(rolled))
     return kernel.build()
 
 
@@ -135,7 +133,8 @@ def _bernoulli(call: OpCall) -> Kernel | None:
 def _full_max(call: OpCall) -> Kernel | None:
     """`max_all_kernel_impl`, and `max` over a dimension (ReduceMaxValuesKernel.cu).
 
-    The second reduces values with their indices.
+    The second reduces values with their indices. The largest of all is that of a contiguous copy
+    (`max` in ReduceAllOps.cpp).
     """
     x, dims = call.arguments[0], call.arguments[1:]
     if dims and isinstance(dims[0], torch.Tensor):
@@ -143,9 +142,12 @@ def _full_max(call: OpCall) -> Kernel | None:
     kernel = KernelBuilder()
     kernel.output(*range(len(call.outputs)))
     has_dim = dims and isinstance(dims[0], int)
+    copy = kernel.alloc_copy(x) if not has_dim and call.name != "aminmax" else None
+    strides = x.stride() if copy is None else torch.empty(x.shape, device="meta").stride()
     chosen = [not has_dim or d == dims[0] % max(x.ndim, 1) for d in range(x.ndim)]
     size = 16 if has_dim else 2 * x.element_size() if call.name == "aminmax" else x.element_size()
-    add_reduction(kernel, call.device, Reducer(size), x.element_size(), x.shape, x.stride(), chosen)
+    add_reduction(kernel, call.device, Reducer(size), x.element_size(), x.shape, strides, chosen)
+    kernel.free(copy)
     return kernel.build()
 
 
@@ -193,29 +195,6 @@ def _where(call: OpCall) -> Kernel | None:
     kernel.output(0)
     kernel.free(*reversed(copies))
     return kernel.build()
-
-
-def _max_pool_backward(call: OpCall) -> Kernel | None:
-    """`max_pool2d_with_indices_backward_cuda` (DilatedMaxPool2d.cu).
-
-    Copies of gradient, input and indices in the input's memory format.
-    """
-    grad, x, indices = call.arguments[0], call.arguments[1], call.arguments[-1]
-    is_last = (
-        x.dim() == 4
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and not x.is_contiguous()
-    )
-    layout = torch.channels_last if is_last else torch.contiguous_format
-    kernel = KernelBuilder()
-    kernel.output(0)
-    copies = [
-        kernel.alloc(dense_bytes(tensor))
-        for tensor in (grad, x, indices)
-        if not tensor.is_contiguous(memory_format=layout)
-    ]
-    kernel.free(*reversed(copies))
-    return kernel.build() if copies else None
 
 
 def _size_of_complex(call: OpCall) -> Kernel | None:
@@ -378,7 +357,6 @@ def _multinomial(call: OpCall) -> Kernel:
 
 
 RULES: dict[str, Rule] = {
-    "max_pool2d_with_indices_backward": _max_pool_backward,
     "native_dropout": _mask_first,
     "_foreach_norm": _foreach_norm,
     "roll": _roll,

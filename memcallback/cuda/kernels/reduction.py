@@ -344,6 +344,20 @@ def _logsumexp(call: OpCall) -> Kernel:
     return kernel.build()
 
 
+def _renorm(call: OpCall) -> Kernel:
+    """`renorm_out` (Normalization.cpp): norms in the accumulation type, factors in half types."""
+    x, _, dim = call.arguments[:3]
+    kernel = KernelBuilder()
+    kernel.output(0)
+    dim %= x.ndim
+    norms = kernel.alloc(x.shape[dim] * accumulate_bytes(x.dtype))
+    others = [d for d in range(x.ndim) if d != dim]
+    _reduce(kernel, call, Reducer(accumulate_bytes(x.dtype)), dims=others)
+    factors = kernel.alloc(x.shape[dim] * x.element_size()) if is_low(x.dtype) else None
+    kernel.free(factors, norms)
+    return kernel.build()
+
+
 def _welford(dtype: torch.dtype) -> int:
     """`WelfordData<acc_t, int32_t>`: mean, m2, a count and the count as a number, aligned."""
     return 16 if accumulate_bytes(dtype) == 4 else 32
@@ -371,6 +385,7 @@ RULES: dict[str, Rule] = {
     "amax": _simple(_own),
     "amin": _simple(_own),
     "logsumexp": _logsumexp,
+    "renorm": _renorm,
     "argmax": _simple(_pair),
     "argmin": _simple(_pair),
     "any": _simple(_own),

@@ -10,7 +10,13 @@ import torch
 
 from memcallback.core.kernel import Kernel
 from memcallback.core.units import round_up
-from memcallback.cuda.op_call import KernelBuilder, OpCall, Rule, dense_bytes
+from memcallback.cuda.op_call import (
+    KernelBuilder,
+    OpCall,
+    Rule,
+    dense_bytes,
+    is_dense_in_any_order,
+)
 from memcallback.devices.catalogue import DeviceSpec
 
 #: Values in a tile of `DeviceRadixSort` (onesweep) by major compute capability (7: and below), then
@@ -139,15 +145,41 @@ def _sort(call: OpCall) -> Kernel:
 
 
 def _add_row_sort(kernel: KernelBuilder, call: OpCall, x: torch.Tensor, dim: int) -> None:
-    """Allocate and free the scratch of sorted rows (`sort_stable_kernel`, Sort.cu).
+    """Allocate and free the scratch of sorted rows (`sort_cuda_kernel`, Sort.cpp).
 
-    One block sorts up to 4,096 values, CUB longer rows.
+    One block sorts up to 4,096 values, CUB longer rows. CUB reads and writes adjacent rows, for
+    which `infer_dense_strides_dim_last` (Sorting.cpp) puts the sorted dimension last.
     """
     length = x.shape[dim] if x.ndim else 1
     rows = x.numel() // max(length, 1)
     if length <= _ROW:
         kernel.free(kernel.alloc(length * 8))
         return
+    is_dense, strides = is_dense_in_any_order(x), _strides_with_last(x, dim)
+    copies = [] if is_dense and x.stride(dim) == 1 else [kernel.alloc(dense_bytes(x))]
+    of_result = x.stride() if is_dense else torch.empty_like(x, device="meta").stride()
+    if copies and of_result != strides:
+        copies += [kernel.alloc(dense_bytes(x)), kernel.alloc(x.numel() * 8)]
+    _add_long_row_sort(kernel, call, x, length, rows)
+    kernel.free(*reversed(copies))
+
+
+def _strides_with_last(x: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Strides of a dense copy whose rows along a dimension are adjacent."""
+    dim %= x.ndim
+    before = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: (d == dim, -before[d]))
+    strides, step = [0] * x.ndim, 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= x.shape[d]
+    return tuple(strides)
+
+
+def _add_long_row_sort(
+    kernel: KernelBuilder, call: OpCall, x: torch.Tensor, length: int, rows: int
+) -> None:
+    """Allocate and free the scratch of CUB (`launch_stable_sort_kernel`, SortStable.cu)."""
     major, key_bytes = call.device.compute_capability[0], x.element_size()
     numbers = kernel.alloc(x.numel() * 8)
     if rows == 1 or (rows < _MANY_ROWS and length >= 1_000_000):
@@ -300,13 +332,13 @@ def _topk(call: OpCall) -> Kernel:
         x.numel() // max(length, 1),
         length,
     )
+    kernel.free(copy)
     largest = call.outputs[0]
     if is_sorted and largest.ndim and largest.shape[dim] > _ROW:
         positions, values = kernel.alloc(largest.numel() * 8), kernel.alloc(dense_bytes(largest))
         _add_row_sort(kernel, call, largest, dim)
         gathered = kernel.alloc(largest.numel() * 8)
         kernel.free(gathered, values, positions)
-    kernel.free(copy)
     return kernel.build()
 
 

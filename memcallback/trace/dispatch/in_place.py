@@ -18,14 +18,18 @@ _aten = torch.ops.aten
 #: Operators that accumulate a gradient into new zeros -> the in-place operator on CUDA.
 IN_PLACE = {
     _aten.index_put.default: _aten._index_put_impl_.default,
+    _aten.put.default: _aten.put_.default,
     _aten.index_add.default: _aten.index_add_.default,
     _aten.scatter.src: _aten.scatter_.src,
     _aten.scatter.value: _aten.scatter_.value,
     _aten.scatter_add.default: _aten.scatter_add_.default,
 }
 #: Nodes that use these operators out of place: `scatter_reduce_backward` and
-#: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp.
-_OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward")
+#: `index_reduce_backward` in torch/csrc/autograd/FunctionsManual.cpp, and the gradient of what was
+#: written to a view.
+_OUT_OF_PLACE = ("ScatterReduceBackward", "IndexReduceBackward", "torch::autograd::CopySlices")
+#: Nodes that find which elements are the largest: `evenly_distribute_backward`.
+_EVENLY = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
 #: Nodes whose formulas add no tensors (tools/autograd/derivatives.yaml): an addition while one
 #: runs adds its gradients of one tensor, as of `y * y`.
 _WITHOUT_ADDITION = frozenset(
@@ -117,8 +121,13 @@ class InPlace:
                 else None
             )
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
+        is_mask = func is _aten.logical_and.default and node.name() in _EVENLY
         accumulates = func in IN_PLACE and not node.name().startswith(_OUT_OF_PLACE)
-        return first if (accumulates or is_loss) and entry.node == sequence_nr(node) else None
+        return (
+            first
+            if (accumulates or is_loss or is_mask) and entry.node == sequence_nr(node)
+            else None
+        )
 
     def is_last_view(self, gradient: Any, op: Any) -> bool:
         """Whether nobody but the running node, which makes a view of it, holds a gradient.

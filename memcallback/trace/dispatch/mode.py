@@ -37,6 +37,7 @@ from memcallback.trace.dispatch.collectives import (
     temporary_bytes,
     with_result,
 )
+from memcallback.trace.dispatch.gradients import Gradients
 from memcallback.trace.dispatch.in_place import IN_PLACE, InPlace
 from memcallback.trace.dispatch.kernel_writer import KernelWriter
 from memcallback.trace.dispatch.ledger import Ledger
@@ -148,6 +149,7 @@ class TraceMode(FakeTensorMode):
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
         self._replayed_views = ReplayedViews()
+        self._gradients = Gradients(is_cuda=spec is not None, assumed=self.assumed)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -195,7 +197,7 @@ class TraceMode(FakeTensorMode):
     def _decomposition(self, call: OpCall) -> Callable[..., Any] | None:
         """What runs instead of a composite operator; None for a primitive one."""
         if call.op is _aten._pack_padded_sequence.default:
-            return partial(pack_padded, assumed=self.assumed, on_host=self.placement.on_host)
+            return self._packed(call)
         if call.operator == "aten::_ctc_loss":
             return partial(
                 ctc_forward,
@@ -206,7 +208,23 @@ class TraceMode(FakeTensorMode):
         node = self._node()
         copies = self._replayed_views.has_copied(call, node)
         decomposition = self._copied_first(call, node) if copies else None
+        decomposition = decomposition or self._gradients.instead(call, node, self._silently)
         return decomposition or decomposition_of(call, is_wrapped=self._is_in_wrapper)
+
+    def _packed(self, call: OpCall) -> Callable[..., Any]:
+        """What packs sequences: of unknown lengths, or of those in the batch."""
+        lengths: Any = call.args[1]
+        if lengths.constant is None:
+            self.open_shapes.append(call.operator)
+        values = self.values.get(lengths) if self.values.decide_shapes else None
+        return partial(
+            pack_padded, values=values, assumed=self.assumed, on_host=self.placement.on_host
+        )
+
+    def _silently(self, op: Any, *args: Any, **kwargs: Any) -> object:
+        """Run an operator without recording it."""
+        with self.unrecorded():
+            return op(*args, **kwargs)
 
     def _copied_first(self, call: OpCall, node: Any) -> Callable[..., Any] | None:
         """What runs instead of a view of a gradient that autograd copies; None for the view."""
