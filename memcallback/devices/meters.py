@@ -64,7 +64,8 @@ class AllocatorMeter:
     """
 
     reads_every_step = True
-    _all: ClassVar[weakref.WeakSet[AllocatorMeter]] = weakref.WeakSet()
+    #: By the object's address; threads add to it while others read.
+    _all: ClassVar[weakref.WeakValueDictionary[int, AllocatorMeter]] = weakref.WeakValueDictionary()
 
     def __init__(self, device: torch.device, *, reset_peaks: bool = True) -> None:
         self.device = device
@@ -84,7 +85,7 @@ class AllocatorMeter:
             self._value = _nested_value
             # PyTorch takes longer to convert a torch.device than to reset the peaks.
             self._index = device if device.index is None else device.index
-            self._all.add(self)
+            self._all[id(self)] = self
             return
         accelerator = torch.accelerator
         if not hasattr(accelerator, "memory_stats"):
@@ -106,7 +107,7 @@ class AllocatorMeter:
         self._read = accelerator.memory_stats
         self._reset = accelerator.reset_peak_memory_stats
         self._value = _flat_value
-        self._all.add(self)
+        self._all[id(self)] = self
 
     def begin(self) -> None:
         """Begin a step."""
@@ -136,8 +137,10 @@ class AllocatorMeter:
         if not self._reset_peaks:
             return
         self._missed = {}
-        others = [meter for meter in self._all if meter is not self and meter._reads_as(self)]
-        for meter in others:
+        meters = [reference() for reference in self._all.valuerefs()]
+        for meter in meters:
+            if meter is None or meter is self or not meter._reads_as(self):
+                continue
             meter._missed = {
                 name: peak
                 for name in ("allocated_bytes", "reserved_bytes")

@@ -22,11 +22,12 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.tensors.variables import call_after, stack
+from memcallback.diagnose.tensors.variables import call_after, stack, variables
 from memcallback.integrations.huggingface_step import (
     PlannedEvaluation,
     inputs_in,
     is_known_wrapper,
+    is_trainer,
     more_samples,
     step_of,
     training_step_here,
@@ -284,10 +285,12 @@ class MemoryTrainerCallback(TrainerCallback):
             ),
         )
         for frame in stack(sys._getframe(1)):
-            if frame.f_code.co_name == "train":
-                self._end = call_after(frame, _caller_of(weakref.WeakMethod(self._train_ends)))
+            if frame.f_code.co_name == "train" and is_trainer(variables(frame).get("self")):
+                thread = threading.get_ident()
+                ends = partial(_call, weakref.WeakMethod(self._train_ends), thread)
+                self._end = call_after(frame, ends)
                 # Somebody may keep the error, and with it the frame: a notebook keeps the last one.
-                self._watch.is_over = partial(_is_over, id(frame), threading.get_ident())
+                self._watch.is_over = partial(_is_over, id(frame), thread)
                 break
 
     @fail_safe
@@ -366,11 +369,15 @@ class MemoryTrainerCallback(TrainerCallback):
         self._finish(state)
 
     @fail_safe
-    def _train_ends(self) -> None:
-        """Write the last report if an error has ended the training."""
+    def _train_ends(self, thread: int) -> None:
+        """Let go of a model whose training a thread has left by an error.
+
+        No more than that: it can come at any time, and in any thread that collects garbage.
+        """
         if self._watch is not None:
-            self._watch.end_step(is_interrupted=True)
-        self._finish(self._state, is_interrupted=True)
+            self._watch.remove_hooks()
+        if self.recorder is not None and threading.get_ident() == thread:
+            self.recorder.drop_step()
 
     @fail_safe
     def wants_step(self) -> bool:
@@ -447,14 +454,10 @@ class MemoryTrainerCallback(TrainerCallback):
             self._monitor.close()
 
 
-def _caller_of(reference: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """A function that calls a method as long as its object exists."""
-
-    def call() -> None:
-        if (method := reference()) is not None:
-            method()
-
-    return call
+def _call(reference: weakref.WeakMethod[Callable[[int], None]], thread: int) -> None:
+    """Call a method if its object exists."""
+    if (method := reference()) is not None:
+        method(thread)
 
 
 def _is_over(frame_id: int, thread: int) -> bool:

@@ -153,6 +153,11 @@ def is_known_wrapper(wrapped: torch.nn.Module, model: torch.nn.Module) -> bool:
     return replicated(wrapped) is not None or getattr(wrapped, "_orig_mod", None) is model
 
 
+def is_trainer(candidate: object) -> bool:
+    """Whether this is a Trainer, of transformers or of a library that has its own."""
+    return callable(getattr(candidate, "compute_loss", None))
+
+
 def training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
     """The Trainer whose step is calling the model, its inputs and their number of items, or None.
 
@@ -163,7 +168,7 @@ def training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
-        if trainer is None and callable(getattr(found.get("self"), "compute_loss", None)):
+        if trainer is None and is_trainer(found.get("self")):
             trainer, num_items = found["self"], found.get("num_items_in_batch")
         if trainer is not None and found.get("self") is trainer:
             # What a loss takes out of its inputs is still in those that its caller has.

@@ -103,6 +103,13 @@ class FoundLoop:
             self._finds_calls = True
             self._hooks.append(_ModuleHook(self._forward_begins))
 
+    def _ignore_calls(self) -> None:
+        """Look at no module that is called, until there is another optimizer."""
+        self._finds_calls = False
+        found = [hook for hook in self._hooks if isinstance(hook, _ModuleHook)]
+        self._hooks = [hook for hook in self._hooks if hook not in found]
+        remove_hooks(found)
+
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         # torch.compile traces this hook too, and is not to trace more of it.
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
@@ -118,6 +125,8 @@ class FoundLoop:
         if not optimizers:
             self._num_searches += 1
             self._idle.update(module.modules())
+            if self.is_lightning or self._num_searches >= _MOST_SEARCHES:
+                self._ignore_calls()
             return
         # The hooks of this call are chosen already, so the new ones see only its end.
         self._record(module, optimizers).forward_has_begun(module, args)

@@ -202,7 +202,7 @@ class ModuleTimeline:
     ) -> None:
         self._infos = infos
         self._meter = meter
-        self._follower = ModuleFollower(models, self._on_change, self._fail)
+        self._follower = ModuleFollower(models, self._on_change, self._fail, keeps_fused=True)
         self._marks: dict[int, ModuleMark] = {}
         self._boundaries: list[int] = []
         self._num_readings = 0

@@ -181,6 +181,7 @@ def setup_of(
         precision=step.precision if step else "",
         sequence_length=step.sequence_length if step else None,
         has_buckets=has_buckets,
+        may_keep_batch=step is not None and step.lightning is None and not step.keep_batch,
         target=target,
     )
 

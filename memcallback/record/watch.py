@@ -168,8 +168,12 @@ class Watch:
 
     def close(self) -> None:
         """Remove the hooks and end the open step; a step with only a forward pass is dropped."""
-        self._finalizer()
+        self.remove_hooks()
         self.give_up_step()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks alone."""
+        self._finalizer()
 
     def forward_has_begun(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Begin a step with a call of a model that runs already, as its hook would have."""
@@ -234,12 +238,12 @@ class Watch:
         # Checkpointing calls modules inside the backward pass.
         if recorder is None or not is_training or self._backward_depth or self._is_elsewhere():
             return
+        if (self._owns_step or not recorder.is_in_step) and self.is_over():
+            self.close()
+            return
         if self._owns_step and self._is_used and not self._is_in_closure:
             self.end_step()
         if not recorder.is_in_step:
-            if self.is_over():
-                self.close()
-                return
             self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
             self._errors_before[id(module)] = id(sys.exc_info()[1])

@@ -15,6 +15,8 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 _NOTABLE_PCT = 1.0
 _NOTABLE_BYTES = MiB
 _RESERVED = "reserved peak"
+#: Smaller batches are of the size of what an allocator rounds.
+_NOTABLE_BATCH_BYTES = 8 * MiB
 _KEEPS_BATCH = (
     "as much as a batch: the loop may keep one until the next is on the device; then give "
     "TrainingStep(keep_batch=True)"
@@ -67,12 +69,17 @@ class Deviation:
 
 
 def largest_deviation(
-    prediction: StepPrediction | None, measured: StepMemory | None, *, has_buckets: bool = False
+    prediction: StepPrediction | None,
+    measured: StepMemory | None,
+    *,
+    has_buckets: bool = False,
+    may_keep_batch: bool = False,
 ) -> Deviation | None:
     """The largest difference above 1 % and 1 MiB, of peaks before boundaries; None if none is.
 
     Steps of another batch size, warm-up steps and interrupted ones are not compared. `has_buckets`
-    says that DistributedDataParallel holds buckets, which a CPU does not measure.
+    says that DistributedDataParallel holds buckets, which a CPU does not measure; `may_keep_batch`
+    that the loop may keep a batch, which the prediction does not.
     """
     if (
         prediction is None
@@ -87,7 +94,7 @@ def largest_deviation(
         largest = _largest(_of_boundaries(prediction, measured))
     if largest is None:
         return None
-    if largest.where == _RESERVED:
+    if largest.where == _RESERVED and may_keep_batch:
         largest = _explained_by_batch(largest, prediction.step)
     return _explained_by_buckets(largest, prediction.step) if has_buckets else largest
 
@@ -161,7 +168,8 @@ def _explained_by_batch(deviation: Deviation, predicted: StepMemory) -> Deviatio
     held = predicted.windows[0].start.by_category if predicted.windows else None
     batch_bytes = (held or {}).get(Category.INPUT, 0)
     more_bytes = deviation.measured_bytes - deviation.predicted_bytes
-    if not batch_bytes or abs(more_bytes - batch_bytes) > max(2 * MiB, batch_bytes // 20):
+    is_as_much = abs(more_bytes - batch_bytes) <= max(2 * MiB, batch_bytes // 20)
+    if batch_bytes < _NOTABLE_BATCH_BYTES or not is_as_much:
         return deviation
     return replace(deviation, reason=_KEEPS_BATCH)
 

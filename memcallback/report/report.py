@@ -30,6 +30,8 @@ class Setup:
         precision: As Lightning writes it, such as `bf16-mixed`.
         sequence_length: Length of the batch's sequences; None if unknown.
         has_buckets: Whether DistributedDataParallel sums the gradients in buckets.
+        may_keep_batch: Whether the loop is the user's own, whose step says that it lets go of a
+            batch before the next one is on the device.
         target: The device to suggest a batch size for, where another one trains.
     """
 
@@ -38,6 +40,7 @@ class Setup:
     precision: str = ""
     sequence_length: int | None = None
     has_buckets: bool = False
+    may_keep_batch: bool = False
     target: str = ""
 
 
@@ -88,7 +91,12 @@ class Report(Printable):
     @cached_property
     def deviation(self) -> Deviation | None:
         """The largest error of the prediction above 1 % and 1 MiB; None if there is none."""
-        return largest_deviation(self.prediction, self.measured, has_buckets=self.setup.has_buckets)
+        return largest_deviation(
+            self.prediction,
+            self.measured,
+            has_buckets=self.setup.has_buckets,
+            may_keep_batch=self.setup.may_keep_batch,
+        )
 
     def table(self) -> Table:
         """Predicted and measured memory by phase and by category, with errors; then the device."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from itertools import count
 from operator import attrgetter
@@ -60,6 +60,7 @@ class ForwardHooks:
             self._wrap(module)
         else:
             self.register()
+            _scripting.hide(self)
 
     def register(self) -> None:
         """Register the hooks, before and behind all others."""
@@ -70,12 +71,10 @@ class ForwardHooks:
         handles = self._handles
         handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(after, always_call=True))
-        _scripting.hide(self)
 
-    @property
-    def are_registered(self) -> bool:
-        """Whether the module has them now."""
-        return bool(self._handles)
+    def are_registered_in(self, modules: Collection[object]) -> bool:
+        """Whether one of some modules has them now."""
+        return bool(self._handles) and self._module() in modules
 
     def unregister(self) -> None:
         """Take the hooks away."""
@@ -261,41 +260,45 @@ _compilations = _Compilations()
 
 
 class _Scripting:
-    """Takes hooks away while `torch.jit.script` compiles a module."""
+    """Takes the hooks of a module and of all in it away while `torch.jit.script` compiles it."""
 
     def __init__(self) -> None:
-        self._hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
+        #: By number; threads add to it while others read.
+        self._hooks: weakref.WeakValueDictionary[int, ForwardHooks] = weakref.WeakValueDictionary()
         #: Our function in the place of PyTorch's, as long as there are hooks.
         self._replaced: AbstractContextManager[None] | None = None
 
     def hide(self, hooks: ForwardHooks) -> None:
         """Take hooks away whenever a module is compiled."""
-        self._hooks.add(hooks)
+        self._hooks[hooks.number] = hooks
         if self._replaced is None:
             self._replaced = torch_private.replaced("create_script_module", self._without_hooks)
             self._replaced.__enter__()
 
     def forget(self, hooks: ForwardHooks) -> None:
         """Hooks are removed; after the last ones, PyTorch's function is in its place again."""
-        self._hooks.discard(hooks)
+        self._hooks.pop(hooks.number, None)
         if not self._hooks and self._replaced is not None:
             replaced, self._replaced = self._replaced, None
             replaced.__exit__(None, None, None)
 
     def _without_hooks(self, create: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(create)
-        def create_without_hooks(*args: Any, **kwargs: Any) -> Any:
-            registered = [] if is_error_in_module() else [*filter(_are_registered, self._hooks)]
+        def create_without_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inside = set(module.modules())
+            found = [reference() for reference in self._hooks.valuerefs()]
+            registered = [hooks for hooks in found if hooks and hooks.are_registered_in(inside)]
+            if is_error_in_module():
+                registered = []
             for hooks in registered:
                 hooks.unregister()
             try:
-                return create(*args, **kwargs)
+                return create(module, *args, **kwargs)
             finally:
-                for hooks in sorted(registered, key=_number):
+                for hooks in sorted(registered, key=attrgetter("number")):
                     hooks.register()
 
         return create_without_hooks
 
 
-_are_registered, _number = attrgetter("are_registered"), attrgetter("number")
 _scripting = _Scripting()

@@ -85,7 +85,8 @@ class ModuleFollower:
 
     `at_change` gets the names of the running modules, the outermost first, and whether the backward
     pass runs. After an error of its own the follower calls `at_error` and stops following. It holds
-    no tensor and no node, and at the end no hook.
+    no tensor and no node, and at the end no hook. With `keeps_fused` it follows no modules whose
+    operators PyTorch fuses only where they have no hooks: others would compute other numbers.
     """
 
     def __init__(
@@ -93,8 +94,11 @@ class ModuleFollower:
         models: Sequence[nn.Module],
         at_change: Callable[[tuple[str, ...], bool], None],
         at_error: Callable[[Exception], None],
+        *,
+        keeps_fused: bool,
     ) -> None:
         self._models = models
+        self._keeps_fused = keeps_fused
         self._at_change = at_change
         self._at_error = at_error
         self._is_following = False
@@ -223,6 +227,9 @@ class ModuleFollower:
         for name, module, called in _named_modules(self._models):
             if name.startswith(inside):
                 continue
+            if self._keeps_fused and _may_be_fused(module):
+                inside = (*inside, f"{name}." if name else "")
+                continue
             is_unseen = _cannot_be_followed(module)
             if (
                 is_unseen
@@ -293,6 +300,10 @@ def _cannot_be_followed(module: nn.Module) -> bool:
     """
     has_compiled_steps = vars(module).get("_compiler_ctx") is not None
     return isinstance(module, torch.jit.ScriptModule) or has_compiled_steps
+
+
+def _may_be_fused(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoderLayer) and not module.training
 
 
 def _is_in_backward() -> bool:

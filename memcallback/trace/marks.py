@@ -102,7 +102,10 @@ class TraceMarks:
             id(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()
         }
         self._follower = ModuleFollower(
-            [model if called is None else called], self._change_module, self._fail
+            [model if called is None else called],
+            self._change_module,
+            self._fail,
+            keeps_fused=False,  # here PyTorch does not see our hooks
         )
         self._mode.modules = self._follower.module_at
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -548,6 +549,51 @@ def test_a_watched_model_is_scripted_as_without_a_watch_and_stays_watched(parts)
         train_step(*parts)
     assert labels(recorder) == [[F, B, O]]
     assert torch.jit._recursive.create_script_module is create
+
+
+class Frozen(nn.Module):
+    """A frozen encoder layer in evaluation mode, whose operators PyTorch fuses, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(96, 4, 256, batch_first=True)
+        self.encoder.requires_grad_(False)
+        self.head = nn.Linear(96, 1)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.encoder.eval()
+        return self
+
+    def forward(self, x, is_padding):
+        return self.head(self.encoder(x, src_key_padding_mask=is_padding)).square().mean()
+
+
+def test_layers_whose_operators_pytorch_fuses_compute_the_same_while_watched(monkeypatch):
+    calls, fused = [], torch._transformer_encoder_layer_fwd
+
+    def counted(*args):
+        calls.append(args)
+        return fused(*args)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    is_padding = torch.arange(33).expand(8, 33) > 20
+
+    def losses(watches):
+        torch.manual_seed(0)
+        model = Frozen().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        recorder = MemoryRecorder(model, optimizer)
+        with recorder.watch(per_module=True) if watches else nullcontext():
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 33, 96), is_padding)
+                loss.backward()
+                optimizer.step()
+                yield loss.item()
+
+    assert list(losses(watches=False)) == list(losses(watches=True))
+    assert len(calls) == 8
 
 
 def test_a_compiled_model_is_compiled_as_before_and_watched(parts):

@@ -344,20 +344,25 @@ def test_in_a_process_of_its_own_large_plain_data_is_shared_and_looked_through_o
     mode, monkeypatch
 ):
     monkeypatch.setattr(fakes, "is_in_child", lambda: True)
-    looked = []
-
-    class Rows(list):
-        def __iter__(self):
-            looked.append(len(self))
-            return super().__iter__()
-
+    looked, is_plain = [], fakes._is_plain
+    monkeypatch.setattr(fakes, "_is_plain", lambda one: looked.append(one) or is_plain(one))
     module = nn.Linear(2, 2)
-    module.rows = Rows((number, str(number)) for number in range(20_000))
+    module.rows = [(number, str(number)) for number in range(20_000)]
     for _ in range(3):
         assert fake_copy(module, mode).rows is module.rows
-    assert looked == [20_000]
+    # Each row, and the list itself, beside what is in the rows.
+    assert len(looked) == len(set(map(id, looked)))
     module.rows.append(torch.ones(2))
     assert isinstance(fake_copy(module, mode).rows[-1], FakeTensor)
+
+
+def test_a_large_container_that_gets_a_tensor_is_copied(mode, monkeypatch):
+    monkeypatch.setattr(fakes, "is_in_child", lambda: True)
+    module = nn.Linear(2, 2)
+    module.bank = [None] * 20_000
+    assert fake_copy(module, mode).bank is module.bank
+    module.bank[3] = torch.ones(2)
+    assert isinstance(fake_copy(module, mode).bank[3], FakeTensor)
 
 
 def test_a_dataset_and_a_data_loader_of_a_module_are_shared(mode):

@@ -13,13 +13,22 @@ BATCH, LENGTH = 8, 512
 
 
 class Attends(nn.Module):
-    def __init__(self, size=256, heads=4, need_weights=False, pads=False, is_causal=False):
+    def __init__(
+        self,
+        size=256,
+        heads=4,
+        need_weights=False,
+        pads=False,
+        is_causal=False,
+        is_transposed=False,
+    ):
         super().__init__()
         self.attention = nn.MultiheadAttention(size, heads, batch_first=True)
         self.size, self.need_weights = size, need_weights
-        self.pads, self.is_causal = pads, is_causal
+        self.pads, self.is_causal, self.is_transposed = pads, is_causal, is_transposed
 
     def forward(self, x):
+        x = x.mT.contiguous().mT if self.is_transposed else x
         length, masks = x.shape[1], {"need_weights": self.need_weights}
         if self.pads:
             masks["key_padding_mask"] = x.new_zeros(x.shape[:2], dtype=torch.bool)
@@ -30,14 +39,15 @@ class Attends(nn.Module):
 
 
 class Encodes(nn.Module):
-    def __init__(self, num_layers=None, is_causal=False, **options):
+    def __init__(self, num_layers=None, is_causal=False, is_transposed=False, **options):
         super().__init__()
         self.size = 256
         layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, **options)
         self.layer = layer if num_layers is None else nn.TransformerEncoder(layer, num_layers)
-        self.is_causal = is_causal
+        self.is_causal, self.is_transposed = is_causal, is_transposed
 
     def forward(self, x):
+        x = x.mT.contiguous().mT if self.is_transposed else x
         mask = None
         if self.is_causal:
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
@@ -61,6 +71,10 @@ MODELS = {
     "layer with norms first": (Encodes, {"norm_first": True, "activation": "gelu"}),
     "causal layer": (Encodes, {"is_causal": True}),
     "encoder": (Encodes, {"num_layers": 3}),
+    "attention of a transposed batch": (Attends, {"is_transposed": True}),
+    "attention with weights, transposed": (Attends, {"is_transposed": True, "need_weights": True}),
+    "encoder of a transposed batch": (Encodes, {"num_layers": 2, "is_transposed": True}),
+    "norms first, transposed": (Encodes, {"norm_first": True, "is_transposed": True}),
     "an odd number of heads": (Attends, {"size": 240, "heads": 3}),
     "heads of no multiple of 8": (Attends, {"size": 240, "heads": 20}),
 }

@@ -21,6 +21,11 @@ class Twice(nn.Module):
         return self.operator(self.weight).sum() * x.sum()
 
 
+def with_noise(y):
+    y.register_hook(lambda gradient: gradient * 0.5 + torch.ones_like(gradient))
+    return y
+
+
 OPERATORS = {
     "add": lambda w: w + w,
     "addmm": lambda w: torch.addmm(w.view(2048, 2048), w.view(2048, 2048), w.view(2048, 2048)),
@@ -38,6 +43,7 @@ OPERATORS = {
     "pow": lambda w: w**w,
     "attention": lambda w: F.scaled_dot_product_attention(w, w, w),
     "flash_attention": lambda w: F.scaled_dot_product_attention(*[w.view(4, 4, -1, 64).half()] * 3),
+    "mul with a hook that adds": lambda w: with_noise(w * 2) * 2,
     "sub": lambda w: torch.sub(w, w, alpha=2),
     "where": lambda w: torch.where(w > 0, w, w),
     "xlogy": lambda w: torch.xlogy(w, w),

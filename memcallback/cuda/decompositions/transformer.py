@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
 from memcallback.cuda.decompositions.attention_backend import AttentionCall, choose_backend
+from memcallback.cuda.decompositions.layers import own_decomposition
 from memcallback.cuda.op_call import OpCall
 from memcallback.devices.catalogue import DeviceSpec
 
@@ -70,7 +71,7 @@ def _attention(
             return _linear(joined, proj_weight, proj_bias), None
     # Products and a softmax; _transform_bias_rescale_qkv makes one tensor for all three.
     batch, length, _ = query.shape
-    qkv = torch.mm(query.view(-1, embed_dim), qkv_weight.t())
+    qkv = _product(query, qkv_weight)
     parts = qkv.new_empty(3, batch * num_head, length, size)
     del qkv
     q, k, v = _aten.unbind(parts)
@@ -94,7 +95,22 @@ def _attention(
     return output, kept
 
 
+_matmul = own_decomposition("matmul")
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # `should_fold` in ATen/native/LinearAlgebra.cpp: a copy, if the transposed weight needs a
+    # gradient. Below autograd a transposed tensor needs none, but inference mode does not go there.
+    if torch.is_inference_mode_enabled() and weight.requires_grad and not x.is_contiguous():
+        folded = _aten.clone(x, memory_format=torch.contiguous_format).view(-1, x.shape[-1])
+        return torch.mm(folded, weight.t()).view(*x.shape[:-1], len(weight))
+    product: torch.Tensor = _matmul(x, weight.t())
+    return product
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        return _product(x, weight).add_(bias)
     output = torch.addmm(bias, x.view(-1, x.shape[-1]), weight.t())
     return output.view(*x.shape[:-1], len(weight))
 

@@ -63,7 +63,9 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 def variables(frame: FrameType) -> dict[str, Any]:
     """The variables of a frame, by name; empty if reading them would keep their values alive."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
-        return {name: value for name, value in frame.f_locals.items() if name != _MARK}
+        values = dict(frame.f_locals)
+        values.pop(_MARK, None)
+        return values
     # Before Python 3.13 a function's f_locals is a dict that the frame keeps, with all values in
     # it, so we empty it again. Not under a debugger or profiler, where Python would write the empty
     # dict back to the variables.

@@ -51,8 +51,8 @@ _CPU = torch.device("cpu")
 _LARGE_BYTES, _LARGE_LENGTH = MiB, 10_000
 _DATA_CONTAINERS = (dict, list, tuple, set, frozenset)
 #: Large containers that were looked through in a process of its own, which makes many copies: each
-#: with its length, and whether it is plain data.
-_looked_through: dict[int, tuple[object, int, bool]] = {}
+#: with the kinds of its items, their number, and whether it is plain data.
+_looked_through: dict[int, tuple[object, frozenset[type], int, bool]] = {}
 #: The fake modes of all copies that are alive.
 _modes: weakref.WeakSet[FakeTensorMode] = weakref.WeakSet()
 #: The number of copies in progress, in all threads.
@@ -428,10 +428,12 @@ def _is_large_data(value: object) -> bool:
         return bool(value.nbytes > _LARGE_BYTES and not value.dtype.hasobject)
     if not isinstance(value, _DATA_CONTAINERS) or len(value) <= _LARGE_LENGTH:
         return False
-    known, length, is_plain = _looked_through.get(id(value), (None, 0, False))
-    if known is not value or length != len(value):
+    items = value.values() if isinstance(value, dict) else value
+    now = frozenset(map(type, items)), len(value)
+    known, *then, is_plain = _looked_through.get(id(value), (None, frozenset(), 0, False))
+    if known is not value or then != [*now]:
         is_plain = all(map(_is_plain, walk([value], _items)))
-        _looked_through[id(value)] = value, len(value), is_plain
+        _looked_through[id(value)] = value, *now, is_plain
     return is_plain
 
 

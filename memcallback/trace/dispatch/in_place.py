@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
+import memcallback
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import FakeTensor, base_of, sequence_nr, storage_id, use_count
 from memcallback.trace.dispatch.entries import Entry
 
 _aten = torch.ops.aten
+_PACKAGE = os.path.dirname(memcallback.__file__) + os.sep
 #: Operators that accumulate a gradient into new zeros -> the in-place operator on CUDA.
 IN_PLACE = {
     _aten.index_put.default: _aten._index_put_impl_.default,
@@ -115,7 +119,7 @@ class InPlace:
                 if alike
                 # The tree of CUDA graphs holds what its graphs return.
                 and entry.stream != GRAPH_POOL
-                and (entry.node != sequence_nr(node) or node.name() in _WITHOUT_ADDITION)
+                and (entry.node != sequence_nr(node) or _adds_gradients(node))
                 and self._is_alone(first)
                 and _is_dense(first)
                 else None
@@ -157,6 +161,15 @@ class InPlace:
             self._alone[is_sparse] = min(self._alone.get(is_sparse, counts), counts)
         alone = self._alone[is_sparse]
         return counts[0] <= alone[0] and counts[1] <= alone[1]
+
+
+def _adds_gradients(node: Any) -> bool:
+    """Whether autograd itself adds while a node runs, not the node's formula, nor a hook."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    is_of_engine = frame is None or frame.f_code.co_name == "_engine_run_backward"
+    return is_of_engine and node.name() in _WITHOUT_ADDITION
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

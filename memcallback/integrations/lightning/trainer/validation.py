@@ -44,7 +44,10 @@ class ValidationBatches:
 def _without_data(part: Any) -> tuple[int, Any]:
     """The bytes of a batch, and the batch with tensors of the meta device."""
     if type(part) is torch.Tensor and not (part.is_nested or part.is_quantized):
-        return storage_bytes([part]), torch.empty_like(part, device="meta")
+        try:
+            return storage_bytes([part]), torch.empty_like(part, device="meta")
+        except (RuntimeError, NotImplementedError) as error:  # of another layout
+            raise _Opaque from error
     if isinstance(part, _PLAIN):
         return 0, part
     if type(part) in (list, tuple):
