@@ -434,8 +434,6 @@ class _Tracer:
             hooks.callback(self._model.register_forward_hook(self._keep_outputs).remove)
         if self._ranks:
             mode.num_windows_to_settle = self._ranks.num_updates_to_settle
-        if step.keeps_first_batch:  # with the third batch, the second one goes
-            mode.num_windows_to_settle = max(2, mode.num_windows_to_settle)
         number, num_to_settle = 0, mode.num_windows_to_settle
         with hooks:
             # Compiled code tells in the first update how many it takes.
@@ -607,6 +605,8 @@ class _Tracer:
         batches = [self._new_batch(step) for _ in range(number)]
         if step.keeps_first_batch:
             self._first_batches.setdefault(step.stage, batches[0])
+            # With the third batch, the second one goes.
+            self._mode.num_windows_to_settle = max(2, self._mode.num_windows_to_settle)
         if step.keep_batch:
             self._kept_batches[step.stage] = list(batches)
         return batches

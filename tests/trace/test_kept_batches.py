@@ -174,7 +174,7 @@ def train_with_transformers(folder, kind=list, **options):
         Probe(),
         args,
         train_dataset=kind(rows),
-        eval_dataset=rows[: BATCH * 2],
+        eval_dataset=kind(rows[: BATCH * 3]),
         callbacks=[callback],
     )
     trainer.train()
@@ -210,6 +210,13 @@ def test_in_an_evaluation_of_transformers_the_batch_of_the_training_is_still_the
     )
     step = mc.InferenceStep.from_huggingface(trainer, batch(), after=training)
     assert predicted(step, "cuda").run_peak_reserved_bytes == reserved
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_an_evaluation_of_transformers_keeps_the_first_batch_of_a_stream_too(tmp_path):
+    _, callback = train_with_transformers(tmp_path, Stream, eval_strategy="steps", eval_steps=2)
+    assert callback.evaluation.run_peak_reserved_bytes == torch.cuda.memory_reserved()
 
 
 @pytest.mark.cuda
