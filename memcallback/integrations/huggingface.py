@@ -269,8 +269,8 @@ class MemoryTrainerCallback(TrainerCallback):
                 args,
                 loss=loss,
                 batch_size=size,
-                # The smaller batch that ends its last epoch changes no later one.
-                loader=train_dataloader if state.num_train_epochs > 1 else None,
+                loader=train_dataloader,
+                goes_on_after_an_epoch=state.num_train_epochs > 1,
             )
 
         self._make_step = steps_of(trained)

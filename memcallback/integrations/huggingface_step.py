@@ -90,6 +90,7 @@ def step_of(
     loss: Loss | None = None,
     batch_size: int | None = None,
     loader: Any = None,
+    goes_on_after_an_epoch: bool = True,
 ) -> TrainingStep:
     """The step that a Trainer is about to run, with the Trainer's arguments."""
     if is_sharded(model):
@@ -109,12 +110,23 @@ def step_of(
         clip_grad_norm=args.max_grad_norm
         if args.max_grad_norm and args.max_grad_norm > 0
         else None,
-        other_batch_size=last_batch_size(loader, size),
+        # The smaller batch that ends the last epoch changes no later one.
+        other_batch_size=last_batch_size(loader, size) if goes_on_after_an_epoch else None,
         keep_batch=True,
     )
     # Since 4.46 the Trainer has this function, and keeps its list until the next one is full.
     step.loads_update_at_once = hasattr(Trainer, "get_batch_samples")
+    step.keeps_first_batch = _keeps_first_batch(loader)
     return step
+
+
+def _keeps_first_batch(loader: Any) -> bool:
+    """Whether a loader of accelerate is one that dispatches batches, as it does for a stream.
+
+    Such a loader may have to fill up its last batch with samples of the first one.
+    """
+    kinds = [kind.__name__ for kind in type(loader).__mro__]
+    return "DataLoaderDispatcher" in kinds and not getattr(loader, "_drop_last", True)
 
 
 def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from memcallback.core.types import Stage
 from memcallback.core.validation import (
@@ -278,7 +279,19 @@ class InferenceStep(Step):
             also=also,
         )
         step.stage = Stage.VALIDATION
+        step.keeps_first_batch = _dispatches_evaluation(trainer)
         return step
+
+
+def _dispatches_evaluation(trainer: Any) -> bool:
+    """Whether accelerate dispatches a Trainer's batches of evaluation; then it keeps the first."""
+    is_wanted = getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None)
+    data = getattr(trainer, "eval_dataset", None)
+    several = data.values() if isinstance(data, dict) else [data]
+    is_stream = any(isinstance(one, IterableDataset) for one in several)
+    # Of a stream the Trainer keeps the last batch, which may have to be filled up.
+    keeps_last = is_stream or not getattr(trainer.args, "dataloader_drop_last", False)
+    return keeps_last and (is_stream if is_wanted is None else bool(is_wanted))
 
 
 def _run(model: Any, batch: Any) -> Any:

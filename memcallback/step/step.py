@@ -51,6 +51,8 @@ class Step:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
             returns the batch; None changes nothing.
         lightning: How a LightningModule is run; None for a plain loop.
+        keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
+            a stream do.
     """
 
     name: ClassVar[str]
@@ -84,6 +86,7 @@ class Step:
             )
         self.also = check_also(also)
         self.keep_batch = true_or_false("keep_batch", keep_batch)
+        self.keeps_first_batch = False
         self.lightning: LightningLoop | None = None
         self.prepare: Prepare | None = None
 

@@ -97,6 +97,8 @@ class TrainingStep(Step):
             clears gradients before the first batch, and divides the loss inside its backward pass,
             so the caller keeps the undivided loss. False if the loop divides the loss itself
             (`loss = loss / accumulate`), as Lightning does.
+        keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
+            a stream do.
         loads_update_at_once: Whether all batches of an update are on the device before the first
             one runs, as in the Trainer of transformers.
 
@@ -330,6 +332,7 @@ class TrainingStep(Step):
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
         step.loads_update_at_once = self.loads_update_at_once
+        step.keeps_first_batch = self.keeps_first_batch
         for name in ("other_batch_size", "other_sequence_length"):
             if name not in changes:  # the new batch may be the smaller one
                 setattr(step, name, getattr(self, name))

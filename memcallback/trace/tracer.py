@@ -381,6 +381,7 @@ class _Tracer:
         self._outputs: Any = None
         #: The batches that loops keep until the next ones are on the device.
         self._kept_batches: dict[Stage, list[Any]] = {}
+        self._first_batches: dict[Stage, Any] = {}
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
 
@@ -506,6 +507,7 @@ class _Tracer:
         mode.is_recording = False
         self._outputs = None
         self._kept_batches.clear()
+        self._first_batches.clear()
         mode.ledger.close()
         mode.in_flight.close()
         # Python's garbage collector does not see that a tensor refers to its gradient: left there,
@@ -601,6 +603,10 @@ class _Tracer:
 
     def _new_batches(self, step: Step, number: int) -> list[Any]:
         batches = [self._new_batch(step) for _ in range(number)]
+        if step.keeps_first_batch:
+            self._first_batches.setdefault(step.stage, batches[0])
+            # With the third batch, the second one goes.
+            self._mode.num_windows_to_settle = max(2, self._mode.num_windows_to_settle)
         if step.keep_batch:
             self._kept_batches[step.stage] = list(batches)
         return batches

@@ -142,7 +142,17 @@ def test_what_a_loop_reserves_is_predicted_to_the_byte(loop, keeps):
     assert predicted(step_of(keep_batch=keeps), "cuda").peak_reserved_bytes == reserved
 
 
-def train_with_transformers(folder, **options):
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of which nobody knows how many there are."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __iter__(self):
+        return iter(self._rows)
+
+
+def train_with_transformers(folder, kind=list, **options):
     """A callback whose predictions one can read, after the Trainer's training."""
     transformers = pytest.importorskip("transformers")
     empty_device()
@@ -161,7 +171,11 @@ def train_with_transformers(folder, **options):
     rows = [{name: tensor[0] for name, tensor in batch().items()}] * num_samples
     callback = mc.MemoryTrainerCallback()
     trainer = transformers.Trainer(
-        Probe(), args, train_dataset=rows, eval_dataset=rows[: BATCH * 2], callbacks=[callback]
+        Probe(),
+        args,
+        train_dataset=kind(rows),
+        eval_dataset=kind(rows[: BATCH * 3]),
+        callbacks=[callback],
     )
     trainer.train()
     return trainer, callback
@@ -170,8 +184,11 @@ def train_with_transformers(folder, **options):
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_trainer_of_transformers_loads_the_batches_of_an_update_together(tmp_path, accumulate):
-    _, callback = train_with_transformers(tmp_path, gradient_accumulation_steps=accumulate)
+@pytest.mark.parametrize("kind", [list, Stream])  # the first batch of a stream is kept, too
+def test_the_trainer_of_transformers_loads_the_batches_of_an_update_together(
+    tmp_path, accumulate, kind
+):
+    _, callback = train_with_transformers(tmp_path, kind, gradient_accumulation_steps=accumulate)
     assert callback.prediction.peak_reserved_bytes == torch.cuda.memory_reserved()
     measured, foreseen = callback.report.measured, callback.prediction.step
     for phase in measured.phases:
@@ -193,6 +210,13 @@ def test_in_an_evaluation_of_transformers_the_batch_of_the_training_is_still_the
     )
     step = mc.InferenceStep.from_huggingface(trainer, batch(), after=training)
     assert predicted(step, "cuda").run_peak_reserved_bytes == reserved
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_an_evaluation_of_transformers_keeps_the_first_batch_of_a_stream_too(tmp_path):
+    _, callback = train_with_transformers(tmp_path, Stream, eval_strategy="steps", eval_steps=2)
+    assert callback.evaluation.run_peak_reserved_bytes == torch.cuda.memory_reserved()
 
 
 @pytest.mark.cuda
