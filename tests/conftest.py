@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from run_parts import part, parts_of
 from slow_files import SLOW_FILES
 
 # With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
@@ -54,7 +55,13 @@ def pytest_configure(config):
     config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has left tests out
 def pytest_collection_modifyitems(config, items):
+    if chosen := config.getoption("--part"):
+        number, num_parts = chosen
+        of_part = parts_of(items, num_parts)[number - 1]
+        config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
+        items[:] = [one for one in items if one.path in of_part]
     items.sort(key=lambda item: ORDER.get(path_of(item.path), len(ORDER)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
@@ -95,6 +102,12 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--quick", action="store_true", help="leave out the slow files (see tests/slow_files.py)"
+    )
+    parser.addoption(
+        "--part",
+        type=part,
+        metavar="NUMBER/TOTAL",
+        help="run the files of one part of so many, with about as many tests in each",
     )
     parser.addoption(
         "--num-programs",
