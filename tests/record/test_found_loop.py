@@ -1,5 +1,6 @@
 from contextlib import closing
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -186,3 +187,33 @@ def test_afterwards_no_hook_is_left():
     found.close()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+class Lightened(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def training_step(self, batch, number):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_in_a_fit_of_lightning_no_hook_for_all_modules_stays(found, tmp_path):
+    hooks = nn.modules.module._global_forward_pre_hooks
+    before = len(hooks)
+    trainer = pl.Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Lightened(), torch.utils.data.DataLoader(torch.zeros(4, 64)))
+    assert found.is_lightning
+    assert len(hooks) == before
