@@ -100,11 +100,14 @@ class LightningLoop:
     Attributes:
         default_dtype: The default dtype inside a step; None for PyTorch's.
         batch_number: The number of the batch that an evaluation runs, from 0.
+        outputs: What the last `training_step` returned beside its loss, by name. The Trainer keeps
+            it, with its graph, until the batch has ended.
     """
 
     def __init__(self, default_dtype: torch.dtype | None = None) -> None:
         self.default_dtype = default_dtype
         self.batch_number = 0
+        self.outputs: dict[str, Any] = {}
 
     @staticmethod
     def autocast_cache_enabled(module: Any) -> bool:
@@ -318,7 +321,10 @@ def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimize
     module.optimizers = lambda *args, **kwargs: optimizers
     output: Any = loop.training_step(module, batch)
     loss = output.get("loss") if isinstance(output, dict) else None
-    return loss if isinstance(loss, torch.Tensor) else output
+    if not isinstance(loss, torch.Tensor):
+        return output
+    loop.outputs = {name: value for name, value in output.items() if name != "loss"}
+    return loss
 
 
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:

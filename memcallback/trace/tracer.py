@@ -508,6 +508,8 @@ class _Tracer:
         self._outputs = None
         self._kept_batches.clear()
         self._first_batches.clear()
+        if self._training is not None and self._training.lightning is not None:
+            self._training.lightning.outputs = {}
         mode.ledger.close()
         mode.in_flight.close()
         # Python's garbage collector does not see that a tensor refers to its gradient: left there,

@@ -81,6 +81,7 @@ def _automatic_step(
             with training.marks.phase(Phase.OPTIMIZER_STEP):
                 training.update(training.optimizers)
         del loss, batch
+        training.end_batch()
 
 
 def _alternating_step(training: Training) -> None:
@@ -102,6 +103,7 @@ def _closure_step(training: Training) -> None:
     with training.marks.step():
         # No variable here: with the call the last reference to the batch ends.
         _update_with_closure(training, training.new_batch())
+        training.end_batch()
 
 
 def _update_with_closure(training: Training, batch: Any) -> None:

@@ -112,6 +112,11 @@ class Training:
         if self.scaler:
             self.scaler.update()
 
+    def end_batch(self) -> None:
+        """Let go of what the loop keeps until the end of a batch."""
+        if self.step.lightning is not None:
+            self.step.lightning.outputs = {}
+
     def zero_grad(self) -> None:
         """Free the gradients of all optimizers, or of the model if there is none."""
         for optimizer in self.optimizers:
