@@ -534,7 +534,14 @@ class TraceMode(FakeTensorMode):
     def calibrate(self) -> None:
         """Count the references to gradients that certainly nobody else holds."""
         assert not self.is_recording
-        with self, torch.enable_grad(), self._in_place.calibrating():
+        is_on = torch.is_anomaly_enabled()
+        with (
+            self,
+            torch.enable_grad(),
+            # Its search for NaN does not run on sparse fakes.
+            torch.autograd.set_detect_anomaly(is_on, check_nan=False),
+            self._in_place.calibrating(),
+        ):
             self.is_recording = True
             x = torch.empty(2, 2, requires_grad=True, device="cpu")
             (x.sin() + x.cos()).sum().backward()
