@@ -125,9 +125,9 @@ class LightningLoop:
         )
         return caches_autocast(plugin)
 
-    def training_step(self, module: Any, batch: object) -> object:
-        """Call `training_step` under the step's default dtype."""
-        return self._call(module.training_step, batch, 0)
+    def training_step(self, module: Any, batch: object, number: int = 0) -> object:
+        """Call `training_step` with the number of the batch, under the step's default dtype."""
+        return self._call(module.training_step, batch, number)
 
     def _call(self, run: Callable[..., object], batch: object, number: int) -> object:
         # Lightning gives batch_idx to whatever takes a second argument, whatever its name.

@@ -11,7 +11,7 @@ import torch
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
 from memcallback.step.pipeline import Pipeline
-from memcallback.trace.loops.manual import manual_step
+from memcallback.trace.loops.manual import manual_steps
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.loops.pipeline import pipelined_step
 from memcallback.trace.loops.repeats import Repeats
@@ -22,7 +22,7 @@ def run_window(training: Training) -> None:
     """Run the steps up to and including one optimizer update."""
     step, optimizers = training.step, training.optimizers
     if step.lightning is not None and not training.model.automatic_optimization:
-        manual_step(training, step.lightning)
+        manual_steps(training, step.lightning)
     elif isinstance(training.model, Pipeline):
         pipelined_step(training, training.model)
     elif len(optimizers) == 1 and isinstance(optimizers[0], torch.optim.LBFGS):

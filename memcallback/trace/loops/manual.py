@@ -20,9 +20,26 @@ from memcallback.core.types import Phase
 from memcallback.step.lightning_loop import LightningLoop
 from memcallback.trace.loops.passes import Training
 
+#: After so many batches without an update none is expected.
+_MOST_BATCHES = 16
 
-def manual_step(training: Training, lightning: LightningLoop) -> None:
-    """Run `training_step`, with phases from the same signals as `MemoryCallback` gets."""
+
+def manual_steps(training: Training, lightning: LightningLoop) -> None:
+    """Run `training_step` until an optimizer makes an update, as at every n-th batch."""
+    if training.makes_no_update or not training.optimizers:
+        _manual_step(training, lightning, 0)
+        return
+    training.makes_no_update = not any(
+        _manual_step(training, lightning, number) for number in range(_MOST_BATCHES)
+    )
+
+
+def _manual_step(training: Training, lightning: LightningLoop, number: int) -> bool:
+    """Run one batch, with phases from the same signals as `MemoryCallback` gets.
+
+    Tells whether an optimizer has made an update.
+    """
+    num_updates = training.num_updates
     marks, module, scaler = training.marks, training.model, training.scaler
     phases = PhaseSpans(marks.boundary)
 
@@ -62,12 +79,13 @@ def manual_step(training: Training, lightning: LightningLoop) -> None:
             lightning.manual(module, training.optimizers, manual_backward, update),
             training.autocast(),
         ):
-            lightning.training_step(module, batch)
+            lightning.training_step(module, batch, number)
         end_manual_step(phases)
         phases.end_step()
         marks.set_phase(None)
         marks.add_windows(phases.windows)
         del batch
+    return training.num_updates > num_updates
 
 
 @contextmanager
@@ -97,6 +115,7 @@ def _updates_marked(training: Training, phases: PhaseSpans) -> Iterator[None]:
         return run
 
     def end(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        training.num_updates += 1
         marks.label_states((optimizer,))
         end_update(phases, is_manual=True)
         marks.set_phase(Phase.FORWARD)

@@ -33,6 +33,8 @@ class Training:
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
         scaler: Scales the loss of a half-precision step; None for no scaling.
+        num_updates: Updates of optimizers in manual optimization so far.
+        makes_no_update: Whether manual optimization went on for long without one.
     """
 
     step: TrainingStep
@@ -43,6 +45,8 @@ class Training:
     marks: TraceMarks
     device_type: str
     scaler: torch.amp.GradScaler | None = None
+    num_updates: int = 0
+    makes_no_update: bool = False
 
     def __post_init__(self) -> None:
         if self.step.uses_grad_scaler:

@@ -1,0 +1,63 @@
+"""Lightning's manual optimization with an update at every n-th batch."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from device_loop import empty_device
+from torch import nn
+
+import memcallback as mc
+
+WIDTH = 1024
+
+
+class EveryNth(pl.LightningModule):
+    def __init__(self, n):
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.n = n
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(self.layers(batch).square().mean() / self.n)
+        if (batch_idx + 1) % self.n == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def labels(n):
+    step = mc.TrainingStep.from_lightning(EveryNth(n), torch.zeros(256, WIDTH))
+    return [window.label for window in mc.predict(step, device="H200").step.windows]
+
+
+def test_the_update_of_every_nth_batch_is_predicted():
+    assert labels(1) == labels(3) == ["forward", "backward", "optimizer step"]
+
+
+def test_a_module_that_makes_no_update_is_predicted_without_one():
+    assert labels(1000) == ["forward", "backward"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_fit_reserves_what_is_predicted(tmp_path, n):
+    empty_device()
+    callback = mc.MemoryCallback(wait_for_prediction=True, verbose=0)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cuda",
+        devices=1,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(EveryNth(n), torch.utils.data.DataLoader(torch.zeros(9 * 256, WIDTH), 256))
+    reserved = max(step.peak_reserved_bytes for step in callback.recorder.steps)
+    assert callback.prediction.run_peak_reserved_bytes == reserved
