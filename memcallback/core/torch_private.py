@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +314,29 @@ def refuse_cuda() -> None:
     PyTorch does so in a usual fork; in another one the driver would be asked.
     """
     torch.cuda._is_in_bad_fork = lambda: True
+
+
+class _NoWaitCounter:
+    """In the place of `torch.monitor._WaitCounter`; counts nothing."""
+
+    def __init__(self, key: str) -> None:
+        pass
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around what would be counted."""
+        return nullcontext()
+
+
+def count_no_waits() -> None:
+    """Let PyTorch not count what waits in this process, which was forked.
+
+    Its counters share a lock. A thread that held it then, in a store of torch.distributed, is not
+    in this process: whoever asks for the lock waits for ever.
+    """
+    counter = getattr(import_module("torch.monitor"), "_WaitCounter", None)
+    for module in tuple(sys.modules.values()):
+        if counter is not None and getattr(module, "__dict__", {}).get("_WaitCounter") is counter:
+            vars(module)["_WaitCounter"] = _NoWaitCounter
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

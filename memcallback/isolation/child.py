@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from memcallback.core.errors import PredictionError
-from memcallback.core.torch_private import refuse_cuda
+from memcallback.core.torch_private import count_no_waits, refuse_cuda
 from memcallback.isolation.harmless import become_harmless, detach
 from memcallback.isolation.messages import SentError, send
 
@@ -111,6 +111,7 @@ def _serve(prepare: Callable[[], object], work: _Work, ends: Ends, *, is_quick: 
         prepare()
     faulthandler.register(signal.SIGUSR1, file=ends.stacks, all_threads=True)
     faulthandler.enable(file=ends.stacks)
+    count_no_waits()
     refuse_cuda()
     warnings.showwarning = lambda message, category, *_: send(
         ends.control, "warning", (str(message), category)
