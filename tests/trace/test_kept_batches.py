@@ -167,6 +167,7 @@ def train_with_transformers(folder, kind=list, **options):
         logging_strategy="no",
         **options,
     )
+    args._n_gpu = min(1, args.n_gpu)  # of several the Trainer makes a DataParallel
     num_samples = BATCH * args.gradient_accumulation_steps * 3
     rows = [{name: tensor[0] for name, tensor in batch().items()}] * num_samples
     callback = mc.MemoryTrainerCallback()
