@@ -1672,7 +1672,7 @@ def run(make_step, device, at_boundary, num_windows=2):
         model=model,
         losses=step.losses,
         optimizers=optimizers,
-        new_batch=marks.new_batch,
+        new_batches=lambda number: [marks.new_batch() for _ in range(number)],
         marks=marks,
         device_type=device,
     )
