@@ -121,7 +121,7 @@ class Watch:
         )
         self._recorder = weakref.ref(recorder)
         self._on_first_call = on_first_call
-        self.is_over: Callable[[], bool] = bool
+        self.is_over: Callable[[], bool] = lambda: False
         self._optimizers = {id(optimizer) for optimizer in optimizers}
         self._is_broken = False
         self._has_seen_step = False

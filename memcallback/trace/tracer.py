@@ -381,6 +381,7 @@ class _Tracer:
         self._outputs: Any = None
         #: The batches that loops keep until the next ones are on the device.
         self._kept_batches: dict[Stage, list[Any]] = {}
+        #: The first batches, which some loaders keep, too.
         self._first_batches: dict[Stage, Any] = {}
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
@@ -484,7 +485,7 @@ class _Tracer:
             step=step,
             model=self._model,
             forward=forward,
-            new_batches=partial(self._new_batches, step),
+            new_batch=lambda: self._new_batches(step, 1).pop(),
             marks=self.marks,
             device_type=self._device_type,
             period=self._request.period,

@@ -1,4 +1,6 @@
-"""Operators along other dimensions, with other strides and layouts, forward and backward."""
+"""Operators along other dimensions, with other strides and layouts, forward and backward: sorts,
+indexing, images, rolls, Fourier transforms.
+"""
 
 from functools import partial
 
@@ -95,12 +97,34 @@ ROLLS = {
     "roll(0, 1, 2) of a transposed": lambda x: x.transpose(0, 1).roll((1, 2, 3), (0, 1, 2)),
 }
 
-
-OPERATORS = {**SORTS, **INDEXINGS, **IMAGES, **ROLLS}
+TRANSFORMS = {
+    "rfft(-1)": lambda x: torch.fft.rfft(x, dim=-1),
+    "rfft(1)": lambda x: torch.fft.rfft(x, dim=1),
+    "rfft(1, n)": lambda x: torch.fft.rfft(x, n=256, dim=1),
+    "rfft2(0, 1)": lambda x: torch.fft.rfft2(x, dim=(0, 1)),
+    "fft(1)": lambda x: torch.fft.fft(x + 0j, dim=1),
+    "fft(0)": lambda x: torch.fft.fft(x + 0j, dim=0),
+    "ifft of a transposed": lambda x: torch.fft.ifft(x.transpose(1, 2) + 0j),
+    "fft2(2, 1)": lambda x: torch.fft.fft2(x + 0j, dim=(2, 1)),
+    "fft2(1, 0)": lambda x: torch.fft.fft2(x, dim=(1, 0)),
+    "rfft2(2, 1)": lambda x: torch.fft.rfft2(x, dim=(2, 1)),
+    "rfft2(1, 0)": lambda x: torch.fft.rfft2(x, dim=(1, 0)),
+    "irfft(1)": lambda x: torch.fft.irfft(x + 0j, dim=1),
+    "irfft2(0, 1)": lambda x: torch.fft.irfft2(x + 0j, dim=(0, 1)),
+}
+OPERATORS = {
+    **SORTS,
+    **INDEXINGS,
+    **IMAGES,
+    **ROLLS,
+    **TRANSFORMS,
+    "pdist": lambda x: torch.pdist(F.normalize(x.flatten(1)[:, :512])),
+}
 
 
 def loss_of(function, model, batch):
-    return function(model(batch)).sum()
+    made = function(model(batch))
+    return (made.abs() if made.is_complex() else made).sum()
 
 
 @pytest.mark.parametrize("function", [pytest.param(f, id=n) for n, f in OPERATORS.items()])

@@ -15,6 +15,7 @@ import memcallback
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.tensors import dense_parts
 from memcallback.core.torch_private import FakeTensor, base_of, sequence_nr, storage_id, use_count
+from memcallback.cuda.op_call import is_dense_in_any_order
 from memcallback.trace.dispatch.entries import Entry
 
 _aten = torch.ops.aten
@@ -121,7 +122,7 @@ class InPlace:
                 and entry.stream != GRAPH_POOL
                 and (entry.node != sequence_nr(node) or _adds_gradients(node))
                 and self._is_alone(first)
-                and _is_dense(first)
+                and is_dense_in_any_order(first)
                 else None
             )
         is_loss = func in _LOSS_IN_PLACE and node.name() == "BinaryCrossEntropyWithLogitsBackward0"
@@ -170,15 +171,3 @@ def _adds_gradients(node: Any) -> bool:
         frame = frame.f_back
     is_of_engine = frame is None or frame.f_code.co_name == "_engine_run_backward"
     return is_of_engine and node.name() in _WITHOUT_ADDITION
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill its part of the storage without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

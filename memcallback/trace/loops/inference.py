@@ -25,7 +25,7 @@ class Inference:
         step: The step.
         model: The model.
         forward: The forward pass.
-        new_batches: Makes the next batches, on the device.
+        new_batch: Makes the next batch, on the device.
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
         period: After how many repetitions (tokens, batches) the same kernels run again.
@@ -34,7 +34,7 @@ class Inference:
     step: InferenceStep
     model: Any
     forward: Forward
-    new_batches: Callable[[int], list[Any]]
+    new_batch: Callable[[], Any]
     marks: TraceMarks
     device_type: str
     period: int
@@ -64,7 +64,7 @@ class Inference:
     def _run_batch(self, number: int) -> None:
         step = self.step
         with self.marks.step(step.stage):
-            batch = self.new_batches(1).pop()
+            batch = self.new_batch()
             with self.marks.phase(Phase.FORWARD), self._modes():
                 outputs = self._call(batch, number)
                 if step.keep_outputs == "last":
