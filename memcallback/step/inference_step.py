@@ -160,6 +160,7 @@ class InferenceStep(Step):
         num_batches: int | None = None,
         after: TrainingStep | None = None,
         also: AlsoOption = None,
+        datamodule: Any = None,
     ) -> InferenceStep:
         """The step that a LightningModule's `validation_step` describes, or another stage's.
 
@@ -170,7 +171,7 @@ class InferenceStep(Step):
 
         Args:
             module: A LightningModule of `lightning` or `pytorch_lightning`.
-            batch: As for `TrainingStep`.
+            batch: As for `TrainingStep.from_lightning`.
             stage: `validate`, `test` or `predict`: which of the module's steps runs.
             precision: As for `TrainingStep`.
             batch_size: As for `TrainingStep`.
@@ -179,6 +180,7 @@ class InferenceStep(Step):
             num_batches: As for `InferenceStep`.
             after: The training that comes before, from `TrainingStep.from_lightning`.
             also: As for `TrainingStep`.
+            datamodule: As for `TrainingStep.from_lightning`.
 
         Raises:
             TypeError: As for `InferenceStep`, and if the module has no such step.
@@ -210,6 +212,7 @@ class InferenceStep(Step):
         )
         loop.default_dtype = DEFAULT_DTYPES.get(step.precision)
         step.lightning, step.stage = loop, _STAGES[stage]
+        step.datamodule = datamodule
         return step
 
     @classmethod

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
+from memcallback.core.types import Stage
 from memcallback.step.lightning_private import (
     caches_autocast,
     optimizer_in,
     set_trainer,
     trainer_of,
 )
+
+#: The names of a LightningModule's evaluation steps -> what they are steps of.
+_STAGES = {"validation": Stage.VALIDATION, "test": Stage.TEST, "predict": Stage.PREDICTION}
 
 
 class _Placeholder:
@@ -75,19 +79,20 @@ for _name in ("lt", "le", "gt", "ge"):
 
 
 class _TrainerPlaceholder(_Placeholder):
-    """Replaces a Trainer at the beginning of a training on one device."""
+    """Replaces a Trainer at the beginning of a training, or of another stage, on one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: Stage = Stage.TRAINING) -> None:
         self.global_step = self.current_epoch = self.global_rank = self.local_rank = (
             self.node_rank
         ) = 0
         self.world_size = self.num_nodes = self.num_devices = self.accumulate_grad_batches = 1
         self.max_epochs, self.max_steps, self.log_every_n_steps = 10, 1000, 50
         self.num_training_batches = self.estimated_stepping_batches = 1000
-        self.is_global_zero = self.training = True
-        self.is_last_batch = self.validating = self.testing = self.predicting = (
-            self.sanity_checking
-        ) = False
+        self.is_global_zero = True
+        self.training, self.validating, self.testing, self.predicting = (
+            stage is one for one in (Stage.TRAINING, Stage.VALIDATION, Stage.TEST, Stage.PREDICTION)
+        )
+        self.is_last_batch = self.sanity_checking = False
         self.fast_dev_run = self.barebones = self.should_stop = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
@@ -143,7 +148,7 @@ class LightningLoop:
         """Call `validation_step` or that of another stage, and the module's hooks around it."""
         number = self.batch_number
         if number == 0:
-            _detach_from_trainer(module)
+            _detach_from_trainer(module, _STAGES[stage])
             for hook in ("start", "epoch_start"):
                 getattr(module, f"on_{stage}_{hook}")()
         getattr(module, f"on_{stage}_batch_start")(batch, number)
@@ -282,10 +287,19 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _detach_from_trainer(module: Any) -> None:
+def give_placeholder(owner: Any, stage: Stage) -> None:
+    """Give a LightningModule, or a LightningDataModule, a placeholder as its Trainer."""
+    placeholder = _TrainerPlaceholder(stage)
+    if isinstance(owner, torch.nn.Module):
+        set_trainer(owner, placeholder)
+    else:
+        owner.trainer = placeholder
+
+
+def _detach_from_trainer(module: Any, stage: Stage = Stage.TRAINING) -> None:
     """Replace a module's Trainer by a placeholder, and its logging by nothing."""
     nothing = _Placeholder()
-    set_trainer(module, _TrainerPlaceholder())
+    give_placeholder(module, stage)
     for name in (
         "log",
         "log_dict",

@@ -51,6 +51,9 @@ class Step:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
             returns the batch; None changes nothing.
         lightning: How a LightningModule is run; None for a plain loop.
+        datamodule: The LightningDataModule whose hooks bring a batch to the device; None for none.
+        runs_batch_hooks: Whether a LightningModule's hooks `transfer_batch_to_device` and
+            `on_after_batch_transfer` are still to run on the batch.
         keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
             a stream do.
     """
@@ -88,6 +91,8 @@ class Step:
         self.keep_batch = true_or_false("keep_batch", keep_batch)
         self.keeps_first_batch = False
         self.lightning: LightningLoop | None = None
+        self.datamodule: Any = None
+        self.runs_batch_hooks = True
         self.prepare: Prepare | None = None
 
     @property

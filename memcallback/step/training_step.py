@@ -220,6 +220,7 @@ class TrainingStep(Step):
         clip_grad_value: float | None = None,
         ranks: Ranks | None = None,
         also: AlsoOption = None,
+        datamodule: Any = None,
         other_batch_size: int | None = None,
         other_sequence_length: int | None = None,
     ) -> TrainingStep:
@@ -227,7 +228,8 @@ class TrainingStep(Step):
 
         Args:
             module: A LightningModule of `lightning` or `pytorch_lightning`.
-            batch: As for `TrainingStep`.
+            batch: As for `TrainingStep`, as the loader gives it: where the hooks
+                `transfer_batch_to_device` and `on_after_batch_transfer` are overridden, they run.
             optimizer: As for `TrainingStep`; by default those of `module.configure_optimizers`.
             precision: As for `TrainingStep`.
             batch_size: As for `TrainingStep`.
@@ -238,6 +240,7 @@ class TrainingStep(Step):
             ranks: As for `TrainingStep`.
             also: As for `TrainingStep`. Modules that the module hides in a list are found without
                 it.
+            datamodule: A LightningDataModule, if it has these hooks.
             other_batch_size: As for `TrainingStep`.
             other_sequence_length: As for `TrainingStep`.
 
@@ -286,6 +289,7 @@ class TrainingStep(Step):
                 loop, copy, fakes, len(optimizers_for(copy, optimizer, is_lightning=True))
             ),
         )
+        step.datamodule = datamodule
         step.zero_grad_before_forward = False
         return step
 
@@ -331,6 +335,7 @@ class TrainingStep(Step):
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
+        step.datamodule, step.runs_batch_hooks = self.datamodule, self.runs_batch_hooks
         step.loads_update_at_once = self.loads_update_at_once
         step.keeps_first_batch = self.keeps_first_batch
         for name in ("other_batch_size", "other_sequence_length"):

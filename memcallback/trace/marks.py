@@ -243,12 +243,16 @@ class TraceMarks:
                         )
                         entry.module = self._owners.get(id(owner), "")
 
-    def add_batch(self, batch: Any) -> None:
+    def add_batch(self, batch: Any, *, is_host: bool = False) -> None:
         """Record a batch."""
         with DisableTorchFunction():
             for tensor in chain.from_iterable(map(dense_parts, tensors_in(batch))):
                 if self._ledger.find(tensor) is None:
-                    self._ledger.add(tensor, Category.INPUT, "Tensor.to")
+                    self._ledger.add(tensor, Category.INPUT, "Tensor.to", is_host=is_host)
+
+    def label_batch(self, batch: Any) -> None:
+        """Label the storages of a batch that hooks have made or changed."""
+        self._label((("", tensor) for tensor in tensors_in(batch)), Category.INPUT)
 
     def label_model(self) -> None:
         """Label the storages of parameters and buffers that PyTorch has created."""

@@ -34,8 +34,8 @@ from memcallback.step.copies.optimizers import (
     optimizer_parts,
     run_to_the_end,
 )
-from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.inference_step import InferenceStep
+from memcallback.step.lightning_batch import parts_with_tensors, stand_in
 from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks, newer_torch_needed
@@ -47,6 +47,7 @@ from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.dispatch.placeholders import Bounds
 from memcallback.trace.growth import NUM_BEFORE, NUM_COMPARED
+from memcallback.trace.loops.batches import Batches, BatchHookError
 from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
@@ -118,6 +119,7 @@ class TraceRequest:
         takes_known_shapes: Whether shapes that depend on values are those of the batch's values,
             where these are known, not the largest possible.
         follows_other_batch: Whether the step's batch of another size comes in between.
+        runs_batch_hooks: Whether hooks of a LightningModule bring its batches to the device.
     """
 
     step: Step
@@ -130,6 +132,7 @@ class TraceRequest:
     compiles: bool = False
     takes_known_shapes: bool = False
     follows_other_batch: bool = True
+    runs_batch_hooks: bool = True
 
 
 def trace(request: TraceRequest) -> TracedStep:
@@ -186,20 +189,24 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
             return known
     if not isinstance(result, PredictionError):
         return result
+    if isinstance(result, BatchHookError):
+        traced = _trace(replace(request, runs_batch_hooks=False), rank)
+        return _with_caveat(traced, str(result))
     if not code.has_compiled:
         raise result
     if code.other_batch:
         traced = _trace(replace(request, follows_other_batch=False), rank)
-        said = _OTHER_FAILS.format(code.other_batch, result)
-        return (
-            traced
-            if isinstance(traced, Irregular)
-            else replace(traced, caveats=(*traced.caveats, said))
-        )
+        return _with_caveat(traced, _OTHER_FAILS.format(code.other_batch, result))
     traced = _trace(replace(request, compiles=False), rank)
     if isinstance(traced, Irregular):
         return traced
     return replace(traced, caveats=not_compiled(traced.caveats, result))
+
+
+def _with_caveat(traced: TracedStep | Irregular, said: str) -> TracedStep | Irregular:
+    if isinstance(traced, Irregular):
+        return traced
+    return replace(traced, caveats=(*traced.caveats, said))
 
 
 def _attempt(
@@ -337,13 +344,14 @@ class _Tracer:
         ]
         (
             self._model,
-            self._batches,
+            self._examples,
             self._parts,
             self._beside,
             self._losses,
             self._forward,
             self._attributes,
             self._host_buffers,
+            held_by_datamodule,
         ) = fake_copy(
             (
                 step.model,
@@ -354,10 +362,12 @@ class _Tracer:
                 self._inference.functions_to_copy() if self._inference else (),
                 attributes,
                 host_buffers,
+                parts_with_tensors(step.datamodule),
             ),
             mode,
             compiles=request.compiles,
         )
+        self._datamodule = stand_in(step.datamodule, held_by_datamodule)
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         for root in (self._model, *self._beside.values()) if mode.spec else ():
             for module in _modules_in(root):
@@ -375,14 +385,9 @@ class _Tracer:
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = 1
         self._infos: tuple[ModuleInfo, ...] = ()
-        #: The sizes of the batches that come now, if others than the step's own.
-        self._other: BatchSizes | None = None
+        self._batches: Batches | None = None
         #: Of the model's last call, if the training keeps them.
         self._outputs: Any = None
-        #: The batches that loops keep until the next ones are on the device.
-        self._kept_batches: dict[Stage, list[Any]] = {}
-        #: The first batches, which some loaders keep, too.
-        self._first_batches: dict[Stage, Any] = {}
         #: Totals at the end of each update.
         self._num_flops, self._sent_bytes = [0], [0]
 
@@ -391,7 +396,7 @@ class _Tracer:
         step, mode = self._request.step, self._mode
         for one in (self._training, self._inference):
             if one is not None and one.prepare is not None:
-                self._batches[one.stage] = one.prepare(self._model, self._batches[one.stage])
+                self._examples[one.stage] = one.prepare(self._model, self._examples[one.stage])
         if mode.spec:
             flatten_rnn_weights(self._model)
         if self._ranks is None:
@@ -403,6 +408,15 @@ class _Tracer:
             )
         else:
             self._parallelize(self._ranks)
+        self._batches = Batches(
+            self._examples,
+            self._model,
+            self._datamodule,
+            marks=self.marks,
+            mode=mode,
+            num_parts=self._num_parts,
+            runs_hooks=self._request.runs_batch_hooks,
+        )
         for is_host, attributes in self._attributes.items():
             while attributes:  # and not kept: the model may replace them
                 name, tensors = attributes.popitem()
@@ -455,7 +469,8 @@ class _Tracer:
 
     def _follow_other_batch(self, training: Training, num_to_settle: int) -> None:
         """Run an update with a batch of another size, and some more with the step's own."""
-        step, code = training.step, self._code
+        step, code, batches = training.step, self._code, self._batches
+        assert batches is not None
         own = self._sizes(step)
         other = own.other(step)
         # A pipeline's stages agree on the sizes before the first batch.
@@ -464,9 +479,9 @@ class _Tracer:
         code.say_other_batch(own, other)
         # A graph warms up with the first batch of a size, and is recorded with the second.
         for _ in range(2 if code.has_graphs else 1):
-            self._other, self.marks.other_batch_size = other, other.batch_size
+            batches.other, self.marks.other_batch_size = other, other.batch_size
             self._update(training)
-            self._other = self.marks.other_batch_size = None
+            batches.other = self.marks.other_batch_size = None
             for _ in range(num_to_settle):
                 self._update(training)
 
@@ -507,8 +522,8 @@ class _Tracer:
         mode = self._mode
         mode.is_recording = False
         self._outputs = None
-        self._kept_batches.clear()
-        self._first_batches.clear()
+        if self._batches is not None:
+            self._batches.close()
         if self._training is not None and self._training.lightning is not None:
             self._training.lightning.outputs = {}
         mode.ledger.close()
@@ -605,25 +620,8 @@ class _Tracer:
         return optimizers
 
     def _new_batches(self, step: Step, number: int) -> list[Any]:
-        batches = [self._new_batch(step) for _ in range(number)]
-        if step.keeps_first_batch:
-            self._first_batches.setdefault(step.stage, batches[0])
-            # With the third batch, the second one goes.
-            self._mode.num_windows_to_settle = max(2, self._mode.num_windows_to_settle)
-        if step.keep_batch:
-            self._kept_batches[step.stage] = list(batches)
-        return batches
-
-    def _new_batch(self, step: Step) -> Any:
-        size, length = step.batch_size.batch_size or 0, step.sequence_length
-        new = self._other or self._sizes(step)
-        lengths = (length, new.length) if length and new.length else None
-        with self._mode.unrecorded():
-            batch = resize_batch(
-                self._batches[step.stage], size, self._num_parts * new.batch_size, lengths=lengths
-            )
-        self.marks.add_batch(batch)
-        return batch
+        assert self._batches is not None
+        return self._batches.new(step, self._sizes(step), number)
 
     def _sizes(self, step: Step) -> BatchSizes:
         """The sizes that are asked for; a training that comes before a forward pass has its own."""

@@ -29,6 +29,7 @@ from memcallback.devices.local import resolve
 from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.integrations.lightning.callback_base import Callback
 from memcallback.integrations.lightning.trainer.comparison import Compared, comparer
+from memcallback.integrations.lightning.trainer.loaded_batch import LoadedBatch
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.integrations.lightning.trainer.state import (
     is_logging_step,
@@ -216,6 +217,7 @@ class MemoryCallback(Callback):
         self.fitted: FittedBatchSize | None = None
         self.recorder: MemoryRecorder | None = None
         self._validation_batches = ValidationBatches()
+        self._loaded_batch = LoadedBatch()
         self._reset()
 
     @property
@@ -256,6 +258,7 @@ class MemoryCallback(Callback):
             "_monitor": None,
             "_unsharded": None,
             "_hooks": [],
+            "_loaded_batch": LoadedBatch(),
             "_is_running": False,
             "_is_broken": False,
         }
@@ -300,6 +303,12 @@ class MemoryCallback(Callback):
         self.fitted = fit_in_place(trainer, pl_module, settings, self._console(pl_module))
 
     @fail_safe
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """See the batches that the module brings to the device itself, to predict that too."""
+        if self._settings.predict:
+            self._loaded_batch.watch(trainer, pl_module)
+
+    @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin recording; sanity validation is over."""
         self._release()
@@ -321,6 +330,8 @@ class MemoryCallback(Callback):
             use_profiler="PyTorchProfiler" not in profilers,
         )
         self.recorder.history.load_peaks(self._restored_peaks)
+        if self._settings.predict:
+            self._loaded_batch.watch(trainer, pl_module)
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
         for optimizer in optimizers:
@@ -348,11 +359,11 @@ class MemoryCallback(Callback):
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
         return self._savings.complete(replace(report, plan=self.plan), batch_size, accumulate)
 
-    def _begin(self, trainer: Any, pl_module: Any, batch: Any) -> None:
+    def _begin(self, trainer: Any, pl_module: Any, batch: Any, loaded: Any) -> None:
         """Begin to predict the first step, with and without savings."""
         assert self.recorder is not None
         assert self._monitor is not None
-        make_step = self._maker_of_step(trainer, pl_module, batch)
+        make_step = self._maker_of_step(trainer, pl_module, batch, loaded)
         self._monitor.begin(
             make_step,
             model=pl_module,
@@ -374,8 +385,8 @@ class MemoryCallback(Callback):
         self, trainer: Any, make_step: Callable[[], TrainingStep]
     ) -> Callable[[Device], Prediction | None] | None:
         """What predicts the validation; None if the sanity check has shown no batch."""
-        seen = self._validation_batches.batch
-        if seen is None or not self._settings.predict:
+        seen = self._validation_batches
+        if seen.batch is None or not self._settings.predict:
             return None
         return lambda device: predict_validation(trainer, make_step, seen, device)
 
@@ -401,10 +412,10 @@ class MemoryCallback(Callback):
             warn_and_go_on(reason)
 
     def _maker_of_step(
-        self, trainer: Any, pl_module: Any, batch: Any
+        self, trainer: Any, pl_module: Any, batch: Any, loaded: Any = None
     ) -> Callable[[], TrainingStep]:
         size = self._settings.batch_size
-        return lambda: step_of(trainer, pl_module, batch, size, self._unsharded)
+        return lambda: step_of(trainer, pl_module, batch, size, self._unsharded, loaded=loaded)
 
     # Phases of a step.
 
@@ -417,7 +428,9 @@ class MemoryCallback(Callback):
             return
         if not self._has_seen_batch:
             self._has_seen_batch = True
-            self._begin(trainer, pl_module, batch)
+            loaded = self._loaded_batch.take()
+            self._loaded_batch.end()
+            self._begin(trainer, pl_module, batch, loaded)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(
@@ -491,7 +504,8 @@ class MemoryCallback(Callback):
     ) -> None:
         """Keep the shapes of the sanity check's batches, from which validation is predicted."""
         if trainer.sanity_checking:
-            self._validation_batches.see(batch)
+            loaded = self._loaded_batch.take()
+            self._validation_batches.see(batch, loaded)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note that the next step begins without gradients."""
@@ -512,6 +526,7 @@ class MemoryCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Explain an out-of-memory error, keep the step's records, report, and undo the savings."""
+        self._loaded_batch.end()
         with suppress(Exception):  # a full device can fail in any way; the error itself goes on
             self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, exception)
@@ -577,6 +592,7 @@ class MemoryCallback(Callback):
 
     def _release(self) -> None:
         """Remove all hooks, and flush the writers."""
+        self._loaded_batch.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -44,8 +44,13 @@ def step_of(
     batch: object,
     batch_size: int | None,
     unsharded: UnshardedModule | None = None,
+    *,
+    loaded: Any = None,
 ) -> TrainingStep:
-    """The step that a Trainer is about to run, with the Trainer's settings."""
+    """The step that a Trainer is about to run, with the Trainer's settings.
+
+    `loaded` is the batch before the module's hooks have brought it to the device, if it was seen.
+    """
     if unsharded is None and is_sharded(trainer.model):
         # The user has sharded it, and this step cannot be predicted.
         return TrainingStep(trainer.model, batch, batch_size=batch_size)
@@ -59,9 +64,9 @@ def step_of(
     held = modules_held_by(trainer.callbacks)
     size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
     last = last_batch_size(trainer.train_dataloader, size)
-    return TrainingStep.from_lightning(
+    step = TrainingStep.from_lightning(
         pl_module if unsharded is None else unsharded.module,
-        batch,
+        batch if loaded is None else loaded,
         optimizer=trainer.optimizers if unsharded is None else None,
         precision=trainer.precision,
         batch_size=batch_size,
@@ -74,8 +79,11 @@ def step_of(
             for name, module in held.items()
             if module is not pl_module and module is not trainer.model
         },
+        datamodule=trainer.datamodule,
         other_batch_size=last if last is not None and _goes_on_after_an_epoch(trainer) else None,
     )
+    step.runs_batch_hooks = loaded is not None
+    return step
 
 
 def _goes_on_after_an_epoch(trainer: Any) -> bool:

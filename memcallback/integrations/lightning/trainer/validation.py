@@ -25,20 +25,29 @@ class ValidationBatches:
     """The largest batch that the sanity check of a fit has run, without its data.
 
     Keeping the batch itself would keep its memory.
+
+    Attributes:
+        batch: The batch; None if none was seen.
+        is_loaded: Whether it is as it was before the module's hooks brought it to the device.
     """
 
     def __init__(self) -> None:
         self._num_bytes = -1
         self.batch: Any = None
+        self.is_loaded = False
 
-    def see(self, batch: Any) -> None:
-        """Keep the shapes of a batch if it is the largest so far; none of an unknown kind."""
+    def see(self, batch: Any, loaded: Any) -> None:
+        """Keep the shapes of a batch if it is the largest so far; none of an unknown kind.
+
+        `loaded` is the same batch before the hooks; None if it was not seen.
+        """
         try:
-            num_bytes, shapes = _without_data(batch)
+            num_bytes, shapes = _without_data(batch if loaded is None else loaded)
         except _Opaque:
             return
         if num_bytes > self._num_bytes:
             self._num_bytes, self.batch = num_bytes, shapes
+            self.is_loaded = loaded is not None
 
 
 def _without_data(part: Any) -> tuple[int, Any]:
@@ -61,7 +70,7 @@ def _without_data(part: Any) -> tuple[int, Any]:
 
 
 def predict_validation(
-    trainer: Any, make_step: Callable[[], TrainingStep], batch: Any, device: Device
+    trainer: Any, make_step: Callable[[], TrainingStep], seen: ValidationBatches, device: Device
 ) -> Prediction | None:
     """Predict a validation step after the training step; None if it cannot be predicted."""
     # Imported in the child: a training's first step does not wait for it.
@@ -72,11 +81,13 @@ def predict_validation(
         training = make_step()
         step = InferenceStep.from_lightning(
             training.model,
-            batch,
+            seen.batch,
             precision=training.precision,
             mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
             after=training,
+            datamodule=training.datamodule,
         )
+        step.runs_batch_hooks = seen.is_loaded
         return predict_once(step, device=device, batch_size=step.check_predictable())
     except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
         raise_if_meant(error)
