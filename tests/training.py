@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from device_loop import empty_device
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import memcallback as mc
 
 NUM_FEATURES, NUM_HIDDEN, NUM_CLASSES = 64, 256, 10
 
@@ -131,3 +134,34 @@ def trainer(tmp_path, callbacks=(), **options):
         "log_every_n_steps": 1,
     }
     return Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+class Reserved(Callback):
+    """What is reserved as the training ends; the Trainer empties the allocator afterwards."""
+
+    num_bytes = 0
+
+    def on_train_end(self, trainer, *_):
+        self.num_bytes = torch.cuda.memory_reserved()
+
+
+def check_on_cuda(tmp_path, module, *, accumulate_grad_batches=1, **data):
+    """Compare three updates of a fit with what is predicted in it, to the byte."""
+    empty_device()
+    callback, reserved = mc.MemoryCallback(wait_for_prediction=True), Reserved()
+    loop = trainer(
+        tmp_path,
+        [callback, reserved],
+        accelerator="cuda",
+        max_steps=3,
+        max_epochs=None,
+        accumulate_grad_batches=accumulate_grad_batches,
+    )
+    loop.fit(module, **data)
+    foreseen, measured = callback.prediction, callback.report.measured
+    both = [one for one in (foreseen, callback.validation) if one is not None]
+    assert len(both) == 1 + ("val_dataloaders" in data)
+    assert max(one.run_peak_reserved_bytes for one in both) == reserved.num_bytes
+    for phase in measured.phases:
+        sizes = [step.phases[phase].peak_allocated_bytes for step in (measured, foreseen.step)]
+        assert abs(sizes[0] - sizes[1]) <= 4 * 512, (phase, sizes)  # the Trainer's own numbers

@@ -6,7 +6,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 import training
-from device_loop import empty_device
 from torch import nn
 from torch.nn import functional as F
 
@@ -262,32 +261,6 @@ def test_what_others_put_on_the_strategy_stays(tmp_path):
     assert (earlier.calls, later.calls) == (5, 4)
 
 
-class Reserved(L.Callback):
-    """What is reserved as the training ends; the Trainer empties the allocator afterwards."""
-
-    num_bytes = 0
-
-    def on_train_end(self, trainer, *_):
-        self.num_bytes = torch.cuda.memory_reserved()
-
-
-def check_on_cuda(tmp_path, module, **data):
-    """Compare a fit with what is predicted in it, to the byte."""
-    empty_device()
-    callback, reserved = mc.MemoryCallback(wait_for_prediction=True), Reserved()
-    trainer = training.trainer(
-        tmp_path, [callback, reserved], accelerator="cuda", max_steps=3, max_epochs=None
-    )
-    trainer.fit(module, **data)
-    foreseen, measured = callback.prediction, callback.report.measured
-    both = [one for one in (foreseen, callback.validation) if one is not None]
-    assert len(both) == 1 + ("val_dataloaders" in data)
-    assert max(one.run_peak_reserved_bytes for one in both) == reserved.num_bytes
-    for phase in measured.phases:
-        sizes = [step.phases[phase].peak_allocated_bytes for step in (measured, foreseen.step)]
-        assert abs(sizes[0] - sizes[1]) <= 4 * 512  # the Trainer's own numbers
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("make", "dtype", "num_more"),
@@ -306,9 +279,9 @@ def test_what_a_trainer_reserves_is_predicted_to_the_byte(
 ):
     loader = torch.utils.data.DataLoader(dataset(dtype, num_more), batch_size=BATCH)
     data = {"train_dataloaders": loader} | ({"val_dataloaders": loader} if validates else {})
-    check_on_cuda(tmp_path, make(), **data)
+    training.check_on_cuda(tmp_path, make(), **data)
 
 
 @pytest.mark.cuda
 def test_that_with_the_hook_of_a_datamodule_too(tmp_path):
-    check_on_cuda(tmp_path, Probe(), datamodule=Augmenting())
+    training.check_on_cuda(tmp_path, Probe(), datamodule=Augmenting())

@@ -1340,6 +1340,50 @@ def test_a_validation_that_needs_more_than_the_training_step_is_the_worst_moment
     assert "the training step reaches" in note
 
 
+class ValidatesAndKeeps(training.Automatic):
+    """Its validation keeps a million values of each batch until its epoch ends."""
+
+    def __init__(self, keeps=True):
+        super().__init__()
+        self.keeps, self.kept = keeps, []
+
+    def validation_step(self, batch, batch_idx):
+        made = torch.zeros(1_000_000, device=self.device)
+        if self.keeps:
+            self.kept.append(made)
+
+    def on_validation_epoch_end(self):
+        self.kept.clear()
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "limit"), [(2, 1.0), (40, 1.0), (40, 5)], ids=["few", "many", "limited"]
+)
+def test_what_a_validation_keeps_from_batch_to_batch_is_foreseen(tmp_path, num_batches, limit):
+    def foreseen(module):
+        callback = MemoryCallback(wait_for_prediction=True)
+        loop = training.trainer(
+            tmp_path, [callback], num_sanity_val_steps=1, limit_val_batches=limit
+        )
+        loop.fit(module, training.loader(4), training.loader(num_batches))
+        return callback.validation.peak_allocated_bytes
+
+    kept = foreseen(ValidatesAndKeeps()) - foreseen(ValidatesAndKeeps(keeps=False))
+    num_run = min(num_batches, limit) if isinstance(limit, int) else num_batches
+    assert kept == 4_000_000 * (num_run - 1)
+
+
+def test_a_validation_of_unknown_length_is_predicted_too(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(training.loader(4).dataset)
+
+    callback = MemoryCallback(wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    loop.fit(ValidatesAndKeeps(), training.loader(4), DataLoader(Stream(), batch_size=8))
+    assert callback.validation.peak_allocated_bytes >= 2 * 4_000_000
+
+
 def test_a_training_step_that_needs_more_is_the_worst_moment(tmp_path):
     callback = MemoryCallback(wait_for_prediction=True)
     loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)

@@ -72,23 +72,47 @@ def _without_data(part: Any) -> tuple[int, Any]:
 def predict_validation(
     trainer: Any, make_step: Callable[[], TrainingStep], seen: ValidationBatches, device: Device
 ) -> Prediction | None:
-    """Predict a validation step after the training step; None if it cannot be predicted."""
+    """Predict a validation after the training step; None if it cannot be predicted.
+
+    It is as long as the Trainer's where it keeps memory from batch to batch.
+    """
     # Imported in the child: a training's first step does not wait for it.
     from memcallback.step.inference_step import InferenceStep
 
     loop = trainer.fit_loop.epoch_loop.val_loop
-    try:
-        training = make_step()
-        step = InferenceStep.from_lightning(
-            training.model,
-            seen.batch,
-            precision=training.precision,
-            mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
-            after=training,
-            datamodule=training.datamodule,
-        )
-        step.runs_batch_hooks = seen.is_loaded
-        return predict_once(step, device=device, batch_size=step.check_predictable())
-    except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
-        raise_if_meant(error)
-        return None
+
+    def predicted(num_batches: int | None) -> Prediction | None:
+        try:
+            training = make_step()
+            step = InferenceStep.from_lightning(
+                training.model,
+                seen.batch,
+                precision=training.precision,
+                mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
+                num_batches=num_batches,
+                after=training,
+                datamodule=training.datamodule,
+            )
+            step.runs_batch_hooks = seen.is_loaded
+            return predict_once(step, device=device, batch_size=step.check_predictable())
+        except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
+            raise_if_meant(error)
+            return None
+
+    few, num_batches = predicted(None), _num_batches(trainer)
+    if few is None or num_batches is None or not _grows(few):
+        return few
+    return predicted(num_batches) or few
+
+
+def _grows(prediction: Prediction) -> bool:
+    """Whether a batch begins with more memory than the one before."""
+    before, last = (step.windows[0].start.allocated_bytes for step in prediction.steps[-2:])
+    return before is not None and last is not None and last > before
+
+
+def _num_batches(trainer: Any) -> int | None:
+    """The batches of a validation; None where the loader has no length."""
+    numbers = trainer.num_val_batches
+    total = sum(numbers if isinstance(numbers, list) else [numbers])
+    return int(total) if 0 < total < float("inf") else None
