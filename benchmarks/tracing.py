@@ -78,7 +78,8 @@ from memcallback import __version__, format_bytes  # noqa: E402
 from memcallback.batch_size.peaks import TracedPeak  # noqa: E402
 from memcallback.devices.catalogue import DeviceSpec, find_device  # noqa: E402
 from memcallback.prediction.predict import predict  # noqa: E402
-from memcallback.trace.tracer import TraceRequest, trace  # noqa: E402
+from memcallback.trace.request import TraceRequest  # noqa: E402
+from memcallback.trace.tracer import trace  # noqa: E402
 
 MEASURED = latest_result("nvidia-h200-virtual", "accuracy.json.gz")
 GPT2_8 = "gpt2-adamw-32-true, batch 8 x 512"

@@ -37,7 +37,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from memcallback import TrainingStep, format_bytes
 from memcallback.devices.catalogue import DeviceSpec, find_device
 from memcallback.step.copies.fakes import fake_copy
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 DEVICE = "NVIDIA H200"
 NUM_STEPS = 2

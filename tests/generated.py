@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memcallback as mc
 from memcallback import MemoryRecorder, Phase, TrainingStep
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 NUM_CLASSES = 5
 NUM_TOKENS = 30

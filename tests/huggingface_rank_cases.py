@@ -14,6 +14,16 @@ from rank_cases import figures, wait_until_seen
 NUM_STEPS, BATCH_SIZE, LENGTH, VOCABULARY = 6, 4, 128, 5000
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of which nobody knows how many there are; each batch has more memory than a loss."""
+
+    def __init__(self, rows):
+        self._rows = list(rows)
+
+    def __iter__(self):
+        return iter(self._rows)
+
+
 def run(rank, world_size, folder, options, port):
     warnings.simplefilter("ignore")  # of the Trainer and of PyTorch's compiler
     os.environ |= {
@@ -50,7 +60,13 @@ def run(rank, world_size, folder, options, port):
         eos_token_id=0,
     )
     num_samples = NUM_STEPS * BATCH_SIZE * world_size
-    rows = torch.randint(0, VOCABULARY, (num_samples, LENGTH))
+    labels = torch.randint(0, VOCABULARY, (num_samples, LENGTH))
+    rows = [{"input_ids": row, "labels": row} for row in labels]
+    if options.pop("is_stream", False):
+        embedded = torch.randn(num_samples, LENGTH, config.n_embd)
+        rows = Stream(
+            {"inputs_embeds": one, "labels": row} for one, row in zip(embedded, labels, strict=True)
+        )
     callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
     args = TrainingArguments(
         output_dir=folder,
@@ -65,7 +81,7 @@ def run(rank, world_size, folder, options, port):
     Trainer(
         model=GPT2LMHeadModel(config),
         args=args,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=rows,
         callbacks=[callback, Waits()],
     ).train()
     found = {

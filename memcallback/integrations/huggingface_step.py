@@ -116,17 +116,19 @@ def step_of(
     )
     # Since 4.46 the Trainer has this function, and keeps its list until the next one is full.
     step.loads_update_at_once = hasattr(Trainer, "get_batch_samples")
-    step.keeps_first_batch = _keeps_first_batch(loader)
+    if _dispatches(loader):
+        # It may have to fill up its last batch with samples of the first one.
+        step.keeps_first_batch = not getattr(loader, "_drop_last", True)
+        step.num_ranks_loaded = args.world_size
     return step
 
 
-def _keeps_first_batch(loader: Any) -> bool:
-    """Whether a loader of accelerate is one that dispatches batches, as it does for a stream.
+def _dispatches(loader: Any) -> bool:
+    """Whether a loader of accelerate dispatches batches, as it does for a stream.
 
-    Such a loader may have to fill up its last batch with samples of the first one.
+    Each rank gets the batches of all, and takes its own out of them.
     """
-    kinds = [kind.__name__ for kind in type(loader).__mro__]
-    return "DataLoaderDispatcher" in kinds and not getattr(loader, "_drop_last", True)
+    return any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__)
 
 
 def loss_of_model(model: torch.nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from memcallback.step.copies.functions import contents_of
+from memcallback.core.tensors import walk
+from memcallback.step.copies.functions import contents_of, fresh
 
 TRANSFER, AFTER_TRANSFER = "transfer_batch_to_device", "on_after_batch_transfer"
 
@@ -36,23 +37,22 @@ def _overrides(owner: Any, name: str) -> bool:
 
 
 def parts_with_tensors(datamodule: Any) -> dict[str, Any]:
-    """The attributes of a DataModule that hold modules or tensors, but for its data."""
-    if datamodule is None:
-        return {}
+    """The attributes of a DataModule that hold modules or tensors."""
     return {
         name: value
         for name, value in vars(datamodule).items()
         if any(
-            isinstance(one, (torch.nn.Module, torch.Tensor))
-            for one in (value, *(contents_of(value) or ()))
+            isinstance(one, (torch.nn.Module, torch.Tensor)) for one in walk([value], contents_of)
         )
     }
 
 
 def stand_in(datamodule: Any, parts: Mapping[str, Any]) -> Any:
-    """What replaces a DataModule where its hooks run: with other parts, and no Trainer."""
-    if datamodule is None:
-        return None
+    """What replaces a DataModule where its hooks run: with other parts, and no Trainer.
+
+    It has containers of its own, which hooks may write to; what else is in them is shared.
+    """
     copy = object.__new__(type(datamodule))
-    vars(copy).update({**vars(datamodule), **parts, "trainer": None})
+    own = {name: fresh(value) for name, value in vars(datamodule).items()}
+    vars(copy).update({**own, **parts, "trainer": None})
     return copy

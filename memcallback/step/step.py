@@ -54,8 +54,11 @@ class Step:
         datamodule: The LightningDataModule whose hooks bring a batch to the device; None for none.
         runs_batch_hooks: Whether a LightningModule's hooks `transfer_batch_to_device` and
             `on_after_batch_transfer` are still to run on the batch.
+        moved_batch: The batch that they made, for a trace without them; None if nobody saw it.
         keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
             a stream do.
+        num_ranks_loaded: Ranks of a job whose batches come to each device together, as with these
+            loaders; the step runs its rank's part.
     """
 
     name: ClassVar[str]
@@ -90,9 +93,11 @@ class Step:
         self.also = check_also(also)
         self.keep_batch = true_or_false("keep_batch", keep_batch)
         self.keeps_first_batch = False
+        self.num_ranks_loaded = 1
         self.lightning: LightningLoop | None = None
         self.datamodule: Any = None
         self.runs_batch_hooks = True
+        self.moved_batch: Any = None
         self.prepare: Prepare | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -243,12 +243,15 @@ class TraceMarks:
                         )
                         entry.module = self._owners.get(id(owner), "")
 
-    def add_batch(self, batch: Any, *, is_host: bool = False) -> None:
-        """Record a batch."""
+    def add_batch(self, batch: Any, *, on_host: Iterable[bool] = ()) -> None:
+        """Record a batch, with its first tensors on the host where `on_host` says so."""
         with DisableTorchFunction():
-            for tensor in chain.from_iterable(map(dense_parts, tensors_in(batch))):
-                if self._ledger.find(tensor) is None:
-                    self._ledger.add(tensor, Category.INPUT, "Tensor.to", is_host=is_host)
+            for tensor, is_host in zip(
+                tensors_in(batch), chain(on_host, repeat(False)), strict=False
+            ):
+                for part in dense_parts(tensor):
+                    if self._ledger.find(part) is None:
+                        self._ledger.add(part, Category.INPUT, "Tensor.to", is_host=is_host)
 
     def label_batch(self, batch: Any) -> None:
         """Label the storages of a batch that hooks have made or changed."""

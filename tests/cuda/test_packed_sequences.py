@@ -11,7 +11,8 @@ from memcallback.core.errors import PredictionError
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 CARD = find_device("NVIDIA A100-SXM4-80GB")
 

@@ -2,6 +2,9 @@
 foreseen, on a CUDA device, real or virtual, to the byte; and left as they are.
 """
 
+import pickle
+from dataclasses import dataclass
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -73,6 +76,13 @@ class LeavesOnHost(Probe):
         features, classes, names = batch
         moved = super().transfer_batch_to_device((features, classes), device, dataloader_idx)
         return [*moved, names]
+
+
+class GivesBack(Probe):
+    """Its batches are on the device before the Trainer gets them."""
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
 
 
 class MovesInTheStep(Probe):
@@ -165,6 +175,53 @@ def test_a_hook_that_fails_on_fakes_is_left_out_and_named():
     assert "not in a prediction" in said
 
 
+def test_what_a_datamodule_keeps_is_not_made_on_fakes():
+    class Caches(Augmenting):
+        def __init__(self):
+            super().__init__()
+            self.cache, self.sizes = {}, {"of": {"batches": []}}
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            mean = self.cache.setdefault("mean", torch.ones(WIDTH, device=batch[0].device))
+            self.sizes["of"]["batches"].append(len(batch[0]))
+            return batch[0] - mean, batch[1]
+
+    data = Caches()
+    step = mc.TrainingStep.from_lightning(Probe(), batch(), datamodule=data)
+    assert mc.predict(step, device="NVIDIA H200", isolate=False).peak_reserved_bytes
+    assert (data.cache, data.sizes) == ({}, {"of": {"batches": []}})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated")
+def test_a_datamodule_without_hooks_may_hold_what_no_fake_can_stand_for():
+    class Holds(L.LightningDataModule):
+        def __init__(self):
+            super().__init__()
+            self.quantized = torch.quantize_per_tensor(torch.ones(4, 2), 0.1, 0, torch.qint8)
+
+    held = predicted(Probe(), datamodule=Holds())
+    assert held.peak_reserved_bytes == predicted(Probe()).peak_reserved_bytes
+
+    class HoldsWithHook(Holds):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch
+
+    (said,) = [
+        one for one in predicted(Probe(), datamodule=HoldsWithHook()).caveats if "HoldsWith" in one
+    ]
+    assert said.startswith("HoldsWithHook cannot be copied, so what it allocates for a batch")
+
+
+def test_a_validation_after_a_training_runs_the_datamodules_hooks_in_both():
+    def reserved(**options):
+        module = Probe()
+        training = mc.TrainingStep.from_lightning(module, batch(), **options)
+        step = mc.InferenceStep.from_lightning(module, batch(), after=training)
+        return mc.predict(step, device="NVIDIA H200").run_peak_reserved_bytes
+
+    assert reserved(datamodule=Augmenting()) >= reserved() + INPUT - 4 * MiB
+
+
 def test_a_variant_of_a_step_keeps_the_datamodule():
     step = mc.TrainingStep.from_lightning(Probe(), batch(), datamodule=Augmenting())
     assert step.varied(accumulate=2).datamodule is step.datamodule
@@ -240,6 +297,94 @@ def test_nothing_stays_after_an_error(tmp_path, fails_at):
     assert "batch_to_device" not in vars(strategies[0])
 
 
+def fit_and_predict(module, tmp_path, collate=None, **options):
+    """The callback of a fit of one batch of four samples, whose prediction is there."""
+    callback = mc.MemoryCallback(wait_for_prediction=True)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.rand(12, WIDTH), torch.zeros(12, dtype=torch.int64)),
+        batch_size=4,
+        collate_fn=collate,
+    )
+    training.trainer(tmp_path, [callback], max_epochs=2, **options).fit(module, loader)
+    return callback
+
+
+class Pickles(Counts):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        strategy = self.trainer.strategy
+        bring = pickle.loads(pickle.dumps(strategy.batch_to_device))
+        assert type(bring.__self__) is type(strategy)
+        return super().on_after_batch_transfer(batch, dataloader_idx)
+
+
+def test_a_strategy_can_be_pickled_while_batches_are_seen(tmp_path):
+    small(Pickles(), tmp_path, [mc.MemoryCallback()], max_epochs=1)
+
+
+class TwoViews(Probe):
+    """Twice as many samples as the loader gives."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return torch.cat([batch[0], batch[0].flip(-1)]), batch[1].repeat(2)
+
+
+def test_the_batch_size_is_that_of_the_model(tmp_path):
+    callback = fit_and_predict(TwoViews(), tmp_path)
+    assert isinstance(callback.prediction, mc.Prediction)
+    assert callback.prediction.batch_size == callback.recorder.steps[-1].batch_size == 8
+
+
+class Decodes(Probe):
+    """What its hook makes of a batch can be made of no fake."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if type(batch[0]) is not torch.Tensor:
+            raise TypeError("this is no tensor")
+        return {"x": batch[0] + 1, "y": batch[1]}
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+
+def test_where_a_hook_fails_on_fakes_the_batch_that_it_made_is_predicted(tmp_path):
+    callback = fit_and_predict(Decodes(), tmp_path)
+    assert isinstance(callback.prediction, mc.Prediction)
+    (said,) = [one for one in callback.prediction.caveats if "Decodes" in one]
+    assert said.startswith("Decodes.on_after_batch_transfer cannot be traced, so what it allocates")
+    phases = callback.report.measured.phases
+    assert callback.prediction.step.phases.keys() == phases.keys()
+
+
+@dataclass
+class Pair:
+    """A batch that its hook changes in place."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Doubles(Probe):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch.x = torch.cat([batch.x, batch.x], dim=1)[:, :WIDTH].contiguous()
+        batch.x = torch.cat([batch.x, batch.x], dim=1)
+        return batch
+
+    def training_step(self, batch, batch_idx):
+        assert batch.x.shape[1] == 2 * WIDTH
+        return super().training_step((batch.x[:, :WIDTH], batch.y), batch_idx)
+
+
+def test_a_batch_that_a_hook_changes_in_place_is_predicted_as_it_was_made(tmp_path):
+    def collate(rows):
+        return Pair(*map(torch.stack, zip(*rows, strict=True)))
+
+    callback = fit_and_predict(Doubles(), tmp_path, collate)
+    assert isinstance(callback.prediction, mc.Prediction)
+
+
 def test_what_others_put_on_the_strategy_stays(tmp_path):
     class Wraps(L.Callback):
         calls = 0
@@ -280,6 +425,17 @@ def test_what_a_trainer_reserves_is_predicted_to_the_byte(
     loader = torch.utils.data.DataLoader(dataset(dtype, num_more), batch_size=BATCH)
     data = {"train_dataloaders": loader} | ({"val_dataloaders": loader} if validates else {})
     training.check_on_cuda(tmp_path, make(), **data)
+
+
+@pytest.mark.cuda
+def test_batches_that_are_on_the_device_already(tmp_path):
+    def on_device(rows):
+        return [torch.stack(part).cuda() for part in zip(*rows, strict=True)]
+
+    loader = torch.utils.data.DataLoader(
+        dataset(torch.float32, 0), batch_size=BATCH, collate_fn=on_device
+    )
+    training.check_on_cuda(tmp_path, GivesBack(), train_dataloaders=loader)
 
 
 @pytest.mark.cuda

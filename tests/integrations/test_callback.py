@@ -1347,7 +1347,7 @@ class ValidatesAndKeeps(training.Automatic):
         super().__init__()
         self.keeps, self.kept = keeps, []
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         made = torch.zeros(1_000_000, device=self.device)
         if self.keeps:
             self.kept.append(made)
@@ -1371,6 +1371,13 @@ def test_what_a_validation_keeps_from_batch_to_batch_is_foreseen(tmp_path, num_b
     kept = foreseen(ValidatesAndKeeps()) - foreseen(ValidatesAndKeeps(keeps=False))
     num_run = min(num_batches, limit) if isinstance(limit, int) else num_batches
     assert kept == 4_000_000 * (num_run - 1)
+
+
+def test_of_several_validation_loaders_nobody_knows_which_batches_are_kept(tmp_path):
+    callback = MemoryCallback(wait_for_prediction=True)
+    loop = training.trainer(tmp_path, [callback], num_sanity_val_steps=1)
+    loop.fit(ValidatesAndKeeps(), training.loader(4), [training.loader(2), training.loader(40)])
+    assert 2 * 4_000_000 <= callback.validation.peak_allocated_bytes < 4 * 4_000_000
 
 
 def test_a_validation_of_unknown_length_is_predicted_too(tmp_path):

@@ -38,7 +38,13 @@ def run(folder, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bf16": True}, {"torch_compile": True}, {"torch_compile": True, "bf16": True}],
+    [
+        {},
+        {"bf16": True},
+        {"torch_compile": True},
+        {"torch_compile": True, "bf16": True},
+        {"is_stream": True, "max_steps": 5},
+    ],
     ids=str,
 )
 def test_the_callback_predicts_each_rank(options, tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ from memcallback.prediction.length_trace import UnknownSequenceLength
 from memcallback.prediction.predict import predict
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.training_step import TrainingStep
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 CARD = "NVIDIA A100-SXM4-80GB"
 WORDS, WIDTH, HEADS, LONGEST = 96, 32, 2, 2048

@@ -8,7 +8,8 @@ from torch import nn
 
 from memcallback import TrainingStep
 from memcallback.devices.catalogue import find_device
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 
 @pytest.mark.parametrize(

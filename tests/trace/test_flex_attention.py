@@ -10,7 +10,8 @@ from torch.nn.attention import flex_attention as flex
 from memcallback import Category, TrainingStep, predict
 from memcallback.core.allocation_trace import Alloc
 from memcallback.devices.catalogue import find_device
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 HEADS, LENGTH, SIZE = 4, 256, 16
 WIDTH = HEADS * SIZE

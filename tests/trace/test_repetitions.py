@@ -7,7 +7,8 @@ from torch import nn
 import memcallback as mc
 from memcallback.devices.catalogue import HostSpec, find_device
 from memcallback.trace.growth import num_to_trace
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 
 class Appends(nn.Module):

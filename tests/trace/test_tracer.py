@@ -27,7 +27,8 @@ from memcallback.record.recorder import MemoryRecorder
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 CARD = find_device("NVIDIA A100-SXM4-80GB")
 

@@ -16,7 +16,8 @@ from memcallback.core.allocation_trace import Alloc
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.trace.dispatch.placeholders import Bounds
-from memcallback.trace.tracer import TraceRequest, trace
+from memcallback.trace.request import TraceRequest
+from memcallback.trace.tracer import trace
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "user_code.json").read_text())
 CARD = find_device(RECORDED["device"])

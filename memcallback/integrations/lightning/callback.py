@@ -47,6 +47,7 @@ from memcallback.integrations.lightning.trainer.step import (
 from memcallback.integrations.lightning.trainer.validation import (
     ValidationBatches,
     predict_validation,
+    shapes_of,
 )
 from memcallback.integrations.worst_moment import shortage, worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
@@ -150,9 +151,10 @@ class MemoryCallback(Callback):
         recorder: The recorder of the current or last fit; None before.
         fitted: The batch size that was found for the current or last fit; None if none was.
         plan: If `what_if` is on, the step predicted with each saving.
-        validation: The prediction of a validation step after the training step, from the largest
-            batch of the sanity check; None without a sanity check, and until the prediction is
-            there. The report says whether training or validation needs more.
+        validation: The prediction of a validation after the training step, from the largest
+            batch of the sanity check: as long as the Trainer's if it keeps memory from batch to
+            batch and has one loader, else of a step. None without a sanity check, and until the
+            prediction is there. The report says whether training or validation needs more.
         out_of_memory: The report on the out-of-memory error that ended the current or last fit;
             None if none did.
 
@@ -247,6 +249,8 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
+        #: The shapes of the first batch before the module's hooks brought it to the device.
+        self._loaded_shapes: Any = None
         self._is_after_validation = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -307,6 +311,11 @@ class MemoryCallback(Callback):
         """See the batches that the module brings to the device itself, to predict that too."""
         if self._settings.predict:
             self._loaded_batch.watch(trainer, pl_module)
+
+    @fail_safe
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        """See no batches until the training begins."""
+        self._loaded_batch.end()
 
     @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -412,7 +421,7 @@ class MemoryCallback(Callback):
             warn_and_go_on(reason)
 
     def _maker_of_step(
-        self, trainer: Any, pl_module: Any, batch: Any, loaded: Any = None
+        self, trainer: Any, pl_module: Any, batch: Any, loaded: Any
     ) -> Callable[[], TrainingStep]:
         size = self._settings.batch_size
         return lambda: step_of(trainer, pl_module, batch, size, self._unsharded, loaded=loaded)
@@ -430,6 +439,7 @@ class MemoryCallback(Callback):
             self._has_seen_batch = True
             loaded = self._loaded_batch.take()
             self._loaded_batch.end()
+            self._loaded_shapes = shapes_of(loaded)
             self._begin(trainer, pl_module, batch, loaded)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
@@ -538,7 +548,9 @@ class MemoryCallback(Callback):
                 return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
-                make_step = self._maker_of_step(trainer, pl_module, self.recorder.open_batch)
+                make_step = self._maker_of_step(
+                    trainer, pl_module, self.recorder.open_batch, self._loaded_shapes
+                )
                 self._monitor.on_out_of_memory(report, make_step=make_step)
                 self.out_of_memory = self._monitor.out_of_memory
             return

@@ -82,7 +82,7 @@ class FunctionCopies:
         memo.update((id(shared), shared) for shared in self._shared)
         for owner in self._owners:
             copied = memo[id(owner)] = object.__new__(type(owner))
-            vars(copied).update((name, _fresh(value)) for name, value in vars(owner).items())
+            vars(copied).update((name, fresh(value)) for name, value in vars(owner).items())
 
     def complete(self, memo: dict[int, Any]) -> None:
         """Fill the copies with the parts that were copied since."""
@@ -160,16 +160,16 @@ def functions_found_in_memo() -> Iterator[None]:
         del copiers[FunctionType]
 
 
-def _fresh(value: Any) -> Any:
+def fresh(value: Any) -> Any:
     """A copy of a container, and of those in it, whose other contents are shared."""
     if type(value) not in _WRITABLE or len(value) > _MAX_ITEMS:
         return value
     copied = copy.copy(value)
     if isinstance(copied, dict):
-        copied.update((key, _fresh(item)) for key, item in value.items())
+        copied.update((key, fresh(item)) for key, item in value.items())
     elif isinstance(copied, (list, deque)):
         copied.clear()
-        copied.extend(map(_fresh, value))
+        copied.extend(map(fresh, value))
     return copied
 
 

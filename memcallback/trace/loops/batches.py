@@ -9,18 +9,53 @@ import torch
 
 from memcallback.core.errors import PredictionError, reason_of
 from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Stage
+from memcallback.step.copies.fakes import fake_copy
 from memcallback.step.copies.resizing import resize_batch
-from memcallback.step.lightning_batch import AFTER_TRANSFER, TRANSFER, owner_of_hook
+from memcallback.step.lightning_batch import (
+    AFTER_TRANSFER,
+    TRANSFER,
+    owner_of_hook,
+    parts_with_tensors,
+    stand_in,
+)
 from memcallback.step.lightning_loop import give_placeholder
 from memcallback.step.step import Step
 from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.marks import TraceMarks
+from memcallback.trace.on_device import is_on_device, show_device
+from memcallback.trace.request import TraceRequest
 
 
 class BatchHookError(PredictionError):
     """A hook that brings batches to the device fails on fake tensors; the rest may run."""
+
+
+def hook_error(failure: str, error: BaseException) -> BatchHookError:
+    """Say what failed with the hooks, and why."""
+    return BatchHookError(
+        f"{failure}, so what it allocates for a batch is left out: {reason_of(error)}"
+    )
+
+
+def copied_datamodule(datamodule: Any, mode: TraceMode, marks: TraceMarks) -> Any:
+    """A copy of a DataModule whose hooks run; what it has on the device is recorded."""
+    if datamodule is None:
+        return None
+    name = type(datamodule).__name__
+    parts = parts_with_tensors(datamodule)
+    try:
+        copies = fake_copy(parts, mode)
+    except Exception as error:  # a user's object can refuse to be copied in any way
+        raise hook_error(f"{name} cannot be copied", error) from error
+    if mode.spec:
+        show_device(copies.values())
+    for attribute, part in parts.items():
+        is_host = mode.spec is not None and not is_on_device(part)
+        marks.add_beside(f"{name}.{attribute}", copies[attribute], is_host=is_host)
+    return stand_in(datamodule, copies)
 
 
 class Batches:
@@ -32,6 +67,7 @@ class Batches:
 
     def __init__(
         self,
+        request: TraceRequest,
         examples: Mapping[Stage, Any],
         model: Any,
         datamodule: Any,
@@ -39,11 +75,10 @@ class Batches:
         marks: TraceMarks,
         mode: TraceMode,
         num_parts: int,
-        runs_hooks: bool,
     ) -> None:
         # All are copies, none of which is the user's.
         self._examples, self._model, self._datamodule = examples, model, datamodule
-        self._marks, self._mode, self._runs_hooks = marks, mode, runs_hooks
+        self._request, self._marks, self._mode = request, marks, mode
         #: Parts that a pipeline cuts a batch into, each with the samples of one batch.
         self._num_parts = num_parts
         #: Those that loops keep until the next ones are on the device.
@@ -52,9 +87,18 @@ class Batches:
         self._first: dict[Stage, Any] = {}
         self.other: BatchSizes | None = None
 
-    def new(self, step: Step, sizes: BatchSizes, number: int = 1) -> list[Any]:
+    def sizes(self, step: Step) -> BatchSizes:
+        """The sizes that are asked for; a training that comes before a forward pass has its own."""
+        request = self._request
+        is_resized = step is request.step
+        return BatchSizes(
+            (request.batch_size if is_resized else None) or step.batch_size.batch_size or 0,
+            (request.sequence_length if is_resized else None) or step.sequence_length,
+        )
+
+    def new(self, step: Step, number: int = 1) -> list[Any]:
         """The next batches of a step."""
-        batches = [self._new_batch(step, self.other or sizes) for _ in range(number)]
+        batches = [self._new_batch(step, self.other or self.sizes(step)) for _ in range(number)]
         if step.keeps_first_batch:
             self._first.setdefault(step.stage, batches[0])
             # With the third batch, the second one goes.
@@ -71,22 +115,30 @@ class Batches:
     def _new_batch(self, step: Step, new: BatchSizes) -> Any:
         size, length = step.batch_size.batch_size or 0, step.sequence_length
         lengths = (length, new.length) if length and new.length else None
+        own_size = self._num_parts * new.batch_size
+        whole_size = own_size * step.num_ranks_loaded
         with self._mode.unrecorded():
-            batch = resize_batch(
-                self._examples[step.stage], size, self._num_parts * new.batch_size, lengths=lengths
-            )
-        if step.lightning is None or not step.runs_batch_hooks or not self._runs_hooks:
+            batch = resize_batch(self._examples[step.stage], size, whole_size, lengths=lengths)
+        if whole_size > own_size:
+            self._marks.add_batch(batch)
+            rank = step.ranks.rank if step.ranks else 0
+            return _samples_of(batch, whole_size, rank * own_size, own_size)
+        if not self._request.runs_hooks_of(step):
             self._marks.add_batch(batch)
             return batch
-        return self._moved(batch, step.stage)
+        return self._moved(batch, step)
 
-    def _moved(self, batch: Any, stage: Stage) -> Any:
+    def _moved(self, batch: Any, step: Step) -> Any:
         """The batch on the device, as the hooks of a LightningModule bring it there."""
         # As LightningModule._apply_batch_transfer_handler, which holds the batch that a hook gets.
-        device = CUDA if self._mode.spec else torch.device("cpu")
+        stage = step.stage
         owner = owner_of_hook(self._model, self._datamodule, TRANSFER)
-        self._marks.add_batch(batch, is_host=owner is not None and self._mode.spec is not None)
+        if owner is None or self._mode.spec is None:
+            self._marks.add_batch(batch)
+        else:
+            self._marks.add_batch(batch, on_host=_on_host(step.batch))
         if owner is not None:
+            device = CUDA if self._mode.spec else torch.device("cpu")
             batch = self._call(owner, TRANSFER, stage, batch, device)
         owner = owner_of_hook(self._model, self._datamodule, AFTER_TRANSFER)
         if owner is not None:
@@ -102,7 +154,21 @@ class Batches:
                 return getattr(owner, name)(*args, 0)
         except ENDS as error:  # user code on fakes can fail, and end, in any way
             raise_if_meant(error)
-            raise BatchHookError(
-                f"{type(owner).__name__}.{name} cannot be traced, so the batch is assumed to come "
-                f"to the device as it is loaded: {reason_of(error)}"
-            ) from error
+            raise hook_error(f"{type(owner).__name__}.{name} cannot be traced", error) from error
+
+
+def _on_host(batch: Any) -> list[bool]:
+    """Whether each tensor of a batch is on the host, as nearly all that come from a loader are."""
+    return [tensor.device.type in ("cpu", "meta") for tensor in tensors_in(batch)]
+
+
+def _samples_of(part: Any, whole_size: int, first: int, number: int) -> Any:
+    """Views of some of the samples of a batch."""
+    if isinstance(part, torch.Tensor):
+        is_of_samples = part.dim() > 0 and len(part) == whole_size
+        return part[first : first + number] if is_of_samples else part
+    if isinstance(part, Mapping):
+        return {name: _samples_of(one, whole_size, first, number) for name, one in part.items()}
+    if type(part) in (list, tuple):
+        return type(part)(_samples_of(one, whole_size, first, number) for one in part)
+    return part

@@ -28,7 +28,7 @@ class Compared(NamedTuple):
     Attributes:
         without: The step without the Trainer's savings.
         plan: The step with each saving.
-        validation: A validation step after it.
+        validation: A validation after it.
     """
 
     without: Prediction | None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, UserDict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import torch
+
+from memcallback.core.tensors import tensors_in
 from memcallback.step.lightning_batch import has_batch_hooks
 
 _NAME = "batch_to_device"
@@ -19,31 +25,21 @@ class LoadedBatch:
 
     def __init__(self) -> None:
         self._strategy: Any = None
-        self._own: Any = None
+        self._own: _Seen | None = None
         self._before: Any = None
-        self._last: Any = None
 
     def watch(self, trainer: Any, pl_module: Any) -> None:
         """See the batches from now on."""
         strategy = trainer.strategy
         if self._strategy is not None or not has_batch_hooks(pl_module, trainer.datamodule):
             return
-        bring = getattr(strategy, _NAME)
-
-        def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._strategy is not None:
-                with suppress(Exception):  # a container of the user's can refuse to be read
-                    self._last = _same_tensors(batch)
-            return bring(batch, *args, **kwargs)
-
-        self._strategy, self._own = strategy, batch_to_device
+        self._strategy, self._own = strategy, _Seen(getattr(strategy, _NAME))
         self._before = vars(strategy).get(_NAME)
-        vars(strategy)[_NAME] = batch_to_device
+        vars(strategy)[_NAME] = self._own
 
     def take(self) -> Any:
-        """The last batch that came; None if none was seen."""
-        batch, self._last = self._last, None
-        return batch
+        """The last batch that came; None if none was seen, or if hooks may have changed it."""
+        return None if self._own is None else self._own.take()
 
     def end(self) -> None:
         """See no further batches."""
@@ -54,13 +50,59 @@ class LoadedBatch:
                 del attributes[_NAME]
             else:
                 attributes[_NAME] = self._before
-        self._strategy = self._own = self._before = self._last = None
+        if self._own is not None:
+            self._own.end()
+        self._strategy = self._own = self._before = None
+
+
+class _Seen:
+    """Replaces `batch_to_device` of a strategy; a copy of it, or pickled, is the function itself.
+
+    Processes that load data may get the whole Trainer in their arguments.
+    """
+
+    def __init__(self, bring: Callable[..., Any]) -> None:
+        self._bring, self._is_watching = bring, True
+        self._last: Any = None
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_watching:
+            self._last = None
+            with suppress(Exception):  # a container of the user's can refuse to be read
+                self._last = _same_tensors(batch)
+        return self._bring(batch, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any, ...]]:
+        return _itself, (self._bring,)
+
+    def take(self) -> Any:
+        batch, self._last = self._last, None
+        return batch
+
+    def end(self) -> None:
+        self._is_watching, self._last = False, None
+
+
+def _itself(function: Any) -> Any:
+    return function
+
+
+class _Unknown(Exception):
+    """A container that hooks may change in place, and that nobody knows how to copy."""
 
 
 def _same_tensors(part: Any) -> Any:
     """A copy of a batch's containers, which hooks may change, with the same tensors."""
-    if type(part) is dict:
-        return {name: _same_tensors(one) for name, one in part.items()}
+    if type(part) in (dict, OrderedDict):
+        return type(part)((name, _same_tensors(one)) for name, one in part.items())
     if type(part) in (list, tuple):
         return type(part)(map(_same_tensors, part))
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*map(_same_tensors, part))
+    if isinstance(part, UserDict):  # such as a tokenizer's BatchEncoding
+        copied = copy.copy(part)
+        copied.data = _same_tensors(part.data)
+        return copied
+    if not isinstance(part, torch.Tensor) and next(tensors_in(part), None) is not None:
+        raise _Unknown
     return part

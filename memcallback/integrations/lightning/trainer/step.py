@@ -62,7 +62,11 @@ def step_of(
     )
     is_by_value = trainer.gradient_clip_algorithm == "value"
     held = modules_held_by(trainer.callbacks)
-    size = infer_batch_size(batch).batch_size if batch_size is None else batch_size
+    inferred = infer_batch_size(batch).batch_size
+    size = inferred if batch_size is None else batch_size
+    if loaded is not None and infer_batch_size(loaded).batch_size != inferred:
+        # The hooks make other samples, as for two views of each; a step counts those of its model.
+        loaded = None
     last = last_batch_size(trainer.train_dataloader, size)
     step = TrainingStep.from_lightning(
         pl_module if unsharded is None else unsharded.module,
@@ -83,6 +87,7 @@ def step_of(
         other_batch_size=last if last is not None and _goes_on_after_an_epoch(trainer) else None,
     )
     step.runs_batch_hooks = loaded is not None
+    step.moved_batch = None if loaded is None else batch
     return step
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memcallback.core.interruptions import ENDS, raise_if_meant
-from memcallback.core.tensors import storage_bytes
+from memcallback.core.tensors import storage_bytes, tensors_in
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.predict_here import predict_once
 from memcallback.prediction.prediction import Prediction
@@ -28,26 +28,33 @@ class ValidationBatches:
 
     Attributes:
         batch: The batch; None if none was seen.
-        is_loaded: Whether it is as it was before the module's hooks brought it to the device.
+        loaded: The same before the module's hooks brought it to the device, as far as they are
+            known to.
     """
 
     def __init__(self) -> None:
         self._num_bytes = -1
         self.batch: Any = None
-        self.is_loaded = False
+        self.loaded: Any = None
 
     def see(self, batch: Any, loaded: Any) -> None:
-        """Keep the shapes of a batch if it is the largest so far; none of an unknown kind.
-
-        `loaded` is the same batch before the hooks; None if it was not seen.
-        """
+        """Keep the shapes of a batch if it is the largest so far; none of an unknown kind."""
         try:
-            num_bytes, shapes = _without_data(batch if loaded is None else loaded)
+            num_bytes, shapes = _without_data(batch)
         except _Opaque:
             return
         if num_bytes > self._num_bytes:
-            self._num_bytes, self.batch = num_bytes, shapes
-            self.is_loaded = loaded is not None
+            self._num_bytes, self.batch, self.loaded = num_bytes, shapes, shapes_of(loaded)
+
+
+def shapes_of(loaded: Any) -> Any:
+    """A batch that is still on the host, without its data; None for another."""
+    if loaded is None or any(tensor.device.type != "cpu" for tensor in tensors_in(loaded)):
+        return None
+    try:
+        return _without_data(loaded)[1]
+    except _Opaque:
+        return None
 
 
 def _without_data(part: Any) -> tuple[int, Any]:
@@ -84,16 +91,18 @@ def predict_validation(
     def predicted(num_batches: int | None) -> Prediction | None:
         try:
             training = make_step()
+            loaded = seen.loaded if training.runs_batch_hooks else None
             step = InferenceStep.from_lightning(
                 training.model,
-                seen.batch,
+                seen.batch if loaded is None else loaded,
                 precision=training.precision,
                 mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
                 num_batches=num_batches,
                 after=training,
                 datamodule=training.datamodule,
             )
-            step.runs_batch_hooks = seen.is_loaded
+            step.runs_batch_hooks = loaded is not None
+            step.moved_batch = None if loaded is None else seen.batch
             return predict_once(step, device=device, batch_size=step.check_predictable())
         except ENDS as error:  # a user's validation_step can fail in any way on fake tensors
             raise_if_meant(error)
@@ -102,17 +111,22 @@ def predict_validation(
     few, num_batches = predicted(None), _num_batches(trainer)
     if few is None or num_batches is None or not _grows(few):
         return few
-    return predicted(num_batches) or few
+    # In the first batch a cache may have filled.
+    several = predicted(min(3, num_batches))
+    if several is None or num_batches <= 3 or not _grows(several):
+        return several or few
+    return predicted(num_batches) or several
 
 
 def _grows(prediction: Prediction) -> bool:
-    """Whether a batch begins with more memory than the one before."""
+    """Whether the last batch begins with more memory than the one before."""
     before, last = (step.windows[0].start.allocated_bytes for step in prediction.steps[-2:])
     return before is not None and last is not None and last > before
 
 
 def _num_batches(trainer: Any) -> int | None:
-    """The batches of a validation; None where the loader has no length."""
+    """The batches of a validation with one loader that has a length; else None."""
     numbers = trainer.num_val_batches
-    total = sum(numbers if isinstance(numbers, list) else [numbers])
-    return int(total) if 0 < total < float("inf") else None
+    number = numbers[0] if isinstance(numbers, list) and len(numbers) == 1 else numbers
+    is_known = isinstance(number, (int, float)) and 0 < number < float("inf")
+    return int(number) if is_known else None
