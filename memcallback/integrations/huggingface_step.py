@@ -119,7 +119,7 @@ def step_of(
     if _dispatches(loader):
         # It may have to fill up its last batch with samples of the first one.
         step.keeps_first_batch = not getattr(loader, "_drop_last", True)
-        step.num_ranks_loaded = args.world_size
+        step.loads_all_ranks = True
     return step
 
 

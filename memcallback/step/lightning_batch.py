@@ -37,14 +37,19 @@ def _overrides(owner: Any, name: str) -> bool:
 
 
 def parts_with_tensors(datamodule: Any) -> dict[str, Any]:
-    """The attributes of a DataModule that hold modules or tensors."""
-    return {
-        name: value
-        for name, value in vars(datamodule).items()
-        if any(
-            isinstance(one, (torch.nn.Module, torch.Tensor)) for one in walk([value], contents_of)
-        )
-    }
+    """The attributes of a DataModule that hold modules or tensors; none of None."""
+    return (
+        {}
+        if datamodule is None
+        else {
+            name: value
+            for name, value in vars(datamodule).items()
+            if any(
+                isinstance(one, (torch.nn.Module, torch.Tensor))
+                for one in walk([value], contents_of)
+            )
+        }
+    )
 
 
 def stand_in(datamodule: Any, parts: Mapping[str, Any]) -> Any:

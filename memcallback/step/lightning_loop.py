@@ -156,6 +156,16 @@ class LightningLoop:
         getattr(module, f"on_{stage}_batch_end")(outputs, batch, number)
         return outputs
 
+    def divided(self, loss: torch.Tensor, num_batches: int) -> torch.Tensor:
+        """The loss of one of the batches of an update; a copy of it is kept until the batch ends.
+
+        As `ClosureResult.from_training_step_output`, which divides by 1, too, and lets go of what
+        `training_step` has returned: the loss of `mse_loss` has the memory of all its elements.
+        """
+        part = loss / num_batches
+        self.outputs["loss"] = part.detach().clone()
+        return part
+
     @staticmethod
     def free_gradients(module: Any) -> None:
         """Free gradients before a validation through the module's hook, where there is one."""

@@ -57,8 +57,8 @@ class Step:
         moved_batch: The batch that they made, for a trace without them; None if nobody saw it.
         keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
             a stream do.
-        num_ranks_loaded: Ranks of a job whose batches come to each device together, as with these
-            loaders; the step runs its rank's part.
+        loads_all_ranks: Whether the batches of all ranks of a job come to each device together, as
+            with these loaders; the step runs its rank's part.
     """
 
     name: ClassVar[str]
@@ -93,7 +93,7 @@ class Step:
         self.also = check_also(also)
         self.keep_batch = true_or_false("keep_batch", keep_batch)
         self.keeps_first_batch = False
-        self.num_ranks_loaded = 1
+        self.loads_all_ranks = False
         self.lightning: LightningLoop | None = None
         self.datamodule: Any = None
         self.runs_batch_hooks = True

@@ -99,8 +99,8 @@ class TrainingStep(Step):
             (`loss = loss / accumulate`), as Lightning does.
         keeps_first_batch: Whether the loop keeps its first batch, too, as accelerate's loaders of
             a stream do.
-        num_ranks_loaded: Ranks of a job whose batches come to each device together, as with these
-            loaders; the step runs its rank's part.
+        loads_all_ranks: Whether the batches of all ranks of a job come to each device together, as
+            with these loaders; the step runs its rank's part.
         loads_update_at_once: Whether all batches of an update are on the device before the first
             one runs, as in the Trainer of transformers.
 
@@ -341,7 +341,7 @@ class TrainingStep(Step):
         step.moved_batch = None if "batch" in changes else self.moved_batch
         step.loads_update_at_once = self.loads_update_at_once
         step.keeps_first_batch = self.keeps_first_batch
-        step.num_ranks_loaded = self.num_ranks_loaded
+        step.loads_all_ranks = self.loads_all_ranks
         for name in ("other_batch_size", "other_sequence_length"):
             if name not in changes:  # the new batch may be the smaller one
                 setattr(step, name, getattr(self, name))

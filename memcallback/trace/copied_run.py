@@ -21,18 +21,19 @@ from memcallback.step.copies.optimizers import (
     run_to_the_end,
 )
 from memcallback.step.inference_step import InferenceStep
+from memcallback.step.lightning_batch import parts_with_tensors, stand_in
 from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.caveats import caveats
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.loops.batches import Batches, copied_datamodule
+from memcallback.trace.loops.batches import Batches, hook_error
 from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
-from memcallback.trace.on_device import is_on_device, show_device
+from memcallback.trace.on_device import holders_in, is_on_device, show_device
 from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.repetitions import Irregular, grown
 from memcallback.trace.request import TraceRequest
@@ -80,32 +81,42 @@ class CopiedRun:
             for buffer in step.model.buffers()
             if mode.spec and is_moved and buffer.device.type == "cpu"
         ]
-        (
-            self._model,
-            self._examples,
-            self._parts,
-            self._beside,
-            self._losses,
-            self._forward,
-            self._attributes,
-            self._host_buffers,
-        ) = fake_copy(
+        self._parts_of_datamodule = parts_with_tensors(request.datamodule)
+        try:
             (
-                step.model,
-                {one.stage: request.batch_of(one) for one in (training, step) if one is not None},
-                parts,
-                beside,
-                training.functions_to_copy() if training else (),
-                self._inference.functions_to_copy() if self._inference else (),
-                attributes,
-                host_buffers,
-            ),
-            mode,
-            compiles=request.compiles,
-        )
+                self._model,
+                self._examples,
+                self._parts,
+                self._beside,
+                self._losses,
+                self._forward,
+                self._attributes,
+                self._host_buffers,
+                self._copies_for_datamodule,
+            ) = fake_copy(
+                (
+                    step.model,
+                    {one.stage: request.batch_of(one) for one in (training, step) if one},
+                    parts,
+                    beside,
+                    training.functions_to_copy() if training else (),
+                    self._inference.functions_to_copy() if self._inference else (),
+                    attributes,
+                    host_buffers,
+                    self._parts_of_datamodule,
+                ),
+                mode,
+                compiles=request.compiles,
+            )
+        except Exception as error:  # a user's object can refuse to be copied in any way
+            if not self._parts_of_datamodule:
+                raise
+            name = type(request.datamodule).__name__
+            raise hook_error(f"{name} cannot be copied", error) from error
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         if mode.spec:
-            show_device((self._model, *self._beside.values()))
+            roots = *self._beside.values(), *self._copies_for_datamodule.values()
+            show_device((self._model, *roots))
         for module in self._model.modules():
             if type(module).__module__.startswith("torchmetrics.") and getattr(
                 module, "validate_args", False
@@ -144,7 +155,7 @@ class CopiedRun:
             request,
             self._examples,
             self._model,
-            copied_datamodule(request.datamodule, mode, self.marks),
+            self._copied_datamodule(),
             marks=self.marks,
             mode=mode,
             num_parts=self._num_parts,
@@ -164,6 +175,19 @@ class CopiedRun:
             if self._inference is not None:
                 self._code.end_training()
                 self._infer(self._inference, batches)
+
+    def _copied_datamodule(self) -> Any:
+        """A copy of the DataModule whose hooks run; what it has on the device is recorded."""
+        datamodule = self._request.datamodule
+        if datamodule is None:
+            return None
+        for attribute, part in self._parts_of_datamodule.items():
+            copies = holders_in(self._copies_for_datamodule[attribute])
+            for holder, copy in zip(holders_in(part), copies, strict=True):
+                is_host = self._mode.spec is not None and not is_on_device(holder)
+                name = f"{type(datamodule).__name__}.{attribute}"
+                self.marks.add_beside(name, copy, is_host=is_host)
+        return stand_in(datamodule, self._copies_for_datamodule)
 
     def _train(
         self,

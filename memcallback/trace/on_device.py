@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from memcallback.core.tensors import tensors_in
+from memcallback.core.tensors import tensors_in, walk
 from memcallback.step.copies.functions import contents_of
 from memcallback.trace.dispatch.mode import CUDA
 from memcallback.trace.marks import in_order_of_moving
@@ -15,6 +16,13 @@ from memcallback.trace.marks import in_order_of_moving
 def is_on_device(it: object) -> bool:
     """Whether a tensor of a module, or in a container, is on a CUDA device."""
     return any(tensor.is_cuda for tensor in _tensors_of(it))
+
+
+def holders_in(it: object) -> list[Any]:
+    """An object, and the modules in it if it is a container: each holds tensors of its own."""
+    if isinstance(it, torch.nn.Module):
+        return [it]
+    return [it, *(one for one in walk([it], contents_of) if isinstance(one, torch.nn.Module))]
 
 
 def show_device(roots: Iterable[object]) -> None:

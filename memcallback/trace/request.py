@@ -30,7 +30,7 @@ class TraceRequest:
         takes_known_shapes: Whether shapes that depend on values are those of the batch's values,
             where these are known, not the largest possible.
         follows_other_batch: Whether the step's batch of another size comes in between.
-        runs_batch_hooks: Whether hooks of a LightningModule bring its batches to the device.
+        runs_batch_hooks: Whether hooks of Lightning's modules bring their batches to the device.
             Else the step's `moved_batch` is there, if it has one.
     """
 
@@ -60,6 +60,15 @@ class TraceRequest:
         """The batch of the step, or of the training before it."""
         has_moved = step.moved_batch is not None and not self.runs_hooks_of(step)
         return step.moved_batch if has_moved else step.batch
+
+    @property
+    def has_moved_batches(self) -> bool:
+        """Whether a batch that hooks bring to the device is known as they made it, too."""
+        return any(
+            one.moved_batch is not None and self.runs_hooks_of(one)
+            for one in (self.step, self.training)
+            if one is not None
+        )
 
     @property
     def datamodule(self) -> Any:

@@ -135,12 +135,13 @@ def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irr
     if isinstance(result, BatchHookError):
         traced = _trace(replace(request, runs_batch_hooks=False), rank)
         return _with_caveat(traced, str(result))
+    if request.has_moved_batches:
+        # A hook may have made something of fakes that it makes of no tensor.
+        without, _, _ = _attempt(replace(request, runs_batch_hooks=False), rank)
+        if not isinstance(without, PredictionError):
+            return _with_caveat(without, _HOOKS_FAIL.format(result))
     if not code.has_compiled:
-        if request.step.moved_batch is None or not request.runs_hooks_of(request.step):
-            raise result
-        # A hook may have made something on fakes that it makes of no tensor.
-        traced = _trace(replace(request, runs_batch_hooks=False), rank)
-        return _with_caveat(traced, _HOOKS_FAIL.format(result))
+        raise result
     if code.other_batch:
         traced = _trace(replace(request, follows_other_batch=False), rank)
         return _with_caveat(traced, _OTHER_FAILS.format(code.other_batch, result))

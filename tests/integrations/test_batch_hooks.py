@@ -192,6 +192,37 @@ def test_what_a_datamodule_keeps_is_not_made_on_fakes():
     assert (data.cache, data.sizes) == ({}, {"of": {"batches": []}})
 
 
+def test_what_a_datamodule_has_in_common_with_the_model_counts_once():
+    class Shares(Augmenting):
+        def __init__(self, module):
+            super().__init__()
+            self.encoder, self.mean = module.layers, torch.ones(WIDTH)
+            self.more = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            with torch.no_grad():
+                self.encoder(batch[0])
+            return batch
+
+    class OfTheModule(Probe):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            with torch.no_grad():
+                self.layers(batch[0])
+            return batch
+
+    def foreseen(module, **options):
+        found = predicted(module, **options)
+        assert not any("left out" in said for said in found.caveats)
+        return found.peak_allocated_bytes, found.peak_reserved_bytes
+
+    module = Probe()
+    step = mc.TrainingStep.from_lightning(module, batch(), datamodule=Shares(module))
+    shared = mc.predict(step, device="NVIDIA H200")
+    assert not any("left out" in said for said in shared.caveats)
+    # What only the DataModule has is on the host, where the loader's batches come from.
+    assert (shared.peak_allocated_bytes, shared.peak_reserved_bytes) == foreseen(OfTheModule())
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated")
 def test_a_datamodule_without_hooks_may_hold_what_no_fake_can_stand_for():
     class Holds(L.LightningDataModule):

@@ -19,6 +19,7 @@ pytestmark = [
     ),
 ]
 WORLD_SIZE = 2
+SMALL_SEGMENT = 2 << 20
 
 
 def run(strategy, folder):
@@ -54,4 +55,6 @@ def test_the_callback_predicts_each_rank_of_a_compiled_module(tmp_path, monkeypa
                 found["predicted"],
                 found["measured"],
             )
-            assert ours["reserved"] == theirs["reserved"]
+            # In a job the Trainer has 512 bytes of its own on the device. Where they are decides
+            # how blocks of up to 1 MiB fill their segments, of 2 MiB each.
+            assert abs(ours["reserved"] - theirs["reserved"]) <= SMALL_SEGMENT

@@ -55,7 +55,9 @@ def test_logits_of_the_batch_before_are_gone_in_the_next_forward_pass():
     def forward(returned):
         return predicted(returned).step.phases[mc.Phase.FORWARD]
 
-    assert forward("logits").peak_allocated_bytes == forward("nothing").peak_allocated_bytes
+    # Beside them are the loss that the Trainer divides, and a copy of it.
+    more = forward("logits").peak_allocated_bytes - forward("nothing").peak_allocated_bytes
+    assert 0 <= more <= 2 * 512
 
 
 @pytest.mark.cuda

@@ -63,6 +63,7 @@ from memcallback.report.console import BRIEF, Console
 from memcallback.report.report import Report
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
+from memcallback.step.batch import outline
 from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -249,8 +250,8 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
-        #: The shapes of the first batch before the module's hooks brought it to the device.
-        self._loaded_shapes: Any = None
+        #: Of the first batch, in words; and before the module's hooks brought it to the device.
+        self._first_shapes: tuple[str, Any] = "", None
         self._is_after_validation = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -439,7 +440,7 @@ class MemoryCallback(Callback):
             self._has_seen_batch = True
             loaded = self._loaded_batch.take()
             self._loaded_batch.end()
-            self._loaded_shapes = shapes_of(loaded)
+            self._first_shapes = outline(batch), shapes_of(loaded)
             self._begin(trainer, pl_module, batch, loaded)
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
@@ -548,9 +549,9 @@ class MemoryCallback(Callback):
                 return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
-                make_step = self._maker_of_step(
-                    trainer, pl_module, self.recorder.open_batch, self._loaded_shapes
-                )
+                batch, (first, loaded) = self.recorder.open_batch, self._first_shapes
+                loaded = loaded if outline(batch) == first else None
+                make_step = self._maker_of_step(trainer, pl_module, batch, loaded)
                 self._monitor.on_out_of_memory(report, make_step=make_step)
                 self.out_of_memory = self._monitor.out_of_memory
             return

@@ -11,21 +11,13 @@ from memcallback.core.errors import PredictionError, reason_of
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Stage
-from memcallback.step.copies.fakes import fake_copy
 from memcallback.step.copies.resizing import resize_batch
-from memcallback.step.lightning_batch import (
-    AFTER_TRANSFER,
-    TRANSFER,
-    owner_of_hook,
-    parts_with_tensors,
-    stand_in,
-)
+from memcallback.step.lightning_batch import AFTER_TRANSFER, TRANSFER, owner_of_hook
 from memcallback.step.lightning_loop import give_placeholder
 from memcallback.step.step import Step
 from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.marks import TraceMarks
-from memcallback.trace.on_device import is_on_device, show_device
 from memcallback.trace.request import TraceRequest
 
 
@@ -38,24 +30,6 @@ def hook_error(failure: str, error: BaseException) -> BatchHookError:
     return BatchHookError(
         f"{failure}, so what it allocates for a batch is left out: {reason_of(error)}"
     )
-
-
-def copied_datamodule(datamodule: Any, mode: TraceMode, marks: TraceMarks) -> Any:
-    """A copy of a DataModule whose hooks run; what it has on the device is recorded."""
-    if datamodule is None:
-        return None
-    name = type(datamodule).__name__
-    parts = parts_with_tensors(datamodule)
-    try:
-        copies = fake_copy(parts, mode)
-    except Exception as error:  # a user's object can refuse to be copied in any way
-        raise hook_error(f"{name} cannot be copied", error) from error
-    if mode.spec:
-        show_device(copies.values())
-    for attribute, part in parts.items():
-        is_host = mode.spec is not None and not is_on_device(part)
-        marks.add_beside(f"{name}.{attribute}", copies[attribute], is_host=is_host)
-    return stand_in(datamodule, copies)
 
 
 class Batches:
@@ -116,13 +90,13 @@ class Batches:
         size, length = step.batch_size.batch_size or 0, step.sequence_length
         lengths = (length, new.length) if length and new.length else None
         own_size = self._num_parts * new.batch_size
-        whole_size = own_size * step.num_ranks_loaded
+        ranks = step.ranks if step.loads_all_ranks else None
+        whole_size = own_size if ranks is None else own_size * ranks.world_size
         with self._mode.unrecorded():
             batch = resize_batch(self._examples[step.stage], size, whole_size, lengths=lengths)
-        if whole_size > own_size:
+        if ranks is not None:
             self._marks.add_batch(batch)
-            rank = step.ranks.rank if step.ranks else 0
-            return _samples_of(batch, whole_size, rank * own_size, own_size)
+            return _samples_of(batch, whole_size, ranks.rank * own_size, own_size)
         if not self._request.runs_hooks_of(step):
             self._marks.add_batch(batch)
             return batch
@@ -169,6 +143,8 @@ def _samples_of(part: Any, whole_size: int, first: int, number: int) -> Any:
         return part[first : first + number] if is_of_samples else part
     if isinstance(part, Mapping):
         return {name: _samples_of(one, whole_size, first, number) for name, one in part.items()}
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*(_samples_of(one, whole_size, first, number) for one in part))
     if type(part) in (list, tuple):
         return type(part)(_samples_of(one, whole_size, first, number) for one in part)
     return part

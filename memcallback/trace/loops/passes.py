@@ -71,11 +71,9 @@ class Training:
             if wrong := wrong_with_loss(loss, self.model, is_lightning=step.lightning is not None):
                 name = "loss" if len(self.losses) == 1 else f"loss[{number}]"
                 raise PredictionError(f"{'training_step' if step.lightning else name} {wrong}")
-            # Lightning divides by 1, too, and lets go of what it got: the loss of `mse_loss` has
-            # the memory of all its elements.
-            is_divided = step.lightning is not None or (
-                step.accumulate > 1 and not step.has_accumulation
-            )
+            if step.lightning is not None:
+                return step.lightning.divided(loss, step.accumulate)
+            is_divided = step.accumulate > 1 and not step.has_accumulation
             return loss / step.accumulate if is_divided else loss
 
     def backward(self, loss: torch.Tensor) -> None:

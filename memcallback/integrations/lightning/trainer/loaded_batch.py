@@ -93,16 +93,25 @@ class _Unknown(Exception):
 
 def _same_tensors(part: Any) -> Any:
     """A copy of a batch's containers, which hooks may change, with the same tensors."""
+
+    def checked(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) and next(tensors_in(leaf), None) is not None:
+            raise _Unknown
+        return leaf
+
+    return rebuilt(part, checked)
+
+
+def rebuilt(part: Any, made_of: Callable[[Any], Any]) -> Any:
+    """A batch in new containers, with what a function makes of each other object in it."""
     if type(part) in (dict, OrderedDict):
-        return type(part)((name, _same_tensors(one)) for name, one in part.items())
+        return type(part)((name, rebuilt(one, made_of)) for name, one in part.items())
     if type(part) in (list, tuple):
-        return type(part)(map(_same_tensors, part))
+        return type(part)(rebuilt(one, made_of) for one in part)
     if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*map(_same_tensors, part))
+        return type(part)(*(rebuilt(one, made_of) for one in part))
     if isinstance(part, UserDict):  # such as a tokenizer's BatchEncoding
         copied = copy.copy(part)
-        copied.data = _same_tensors(part.data)
+        copied.data = rebuilt(part.data, made_of)
         return copied
-    if not isinstance(part, torch.Tensor) and next(tensors_in(part), None) is not None:
-        raise _Unknown
-    return part
+    return made_of(part)

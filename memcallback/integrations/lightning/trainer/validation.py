@@ -10,6 +10,7 @@ import torch
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.tensors import storage_bytes, tensors_in
 from memcallback.devices.catalogue import Device
+from memcallback.integrations.lightning.trainer.loaded_batch import rebuilt
 from memcallback.prediction.predict_here import predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.training_step import TrainingStep
@@ -57,23 +58,23 @@ def shapes_of(loaded: Any) -> Any:
         return None
 
 
-def _without_data(part: Any) -> tuple[int, Any]:
+def _without_data(batch: Any) -> tuple[int, Any]:
     """The bytes of a batch, and the batch with tensors of the meta device."""
-    if type(part) is torch.Tensor and not (part.is_nested or part.is_quantized):
+    tensors: list[torch.Tensor] = []
+
+    def shape(leaf: Any) -> Any:
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        if type(leaf) is not torch.Tensor or leaf.is_nested or leaf.is_quantized:
+            raise _Opaque
+        tensors.append(leaf)
         try:
-            return storage_bytes([part]), torch.empty_like(part, device="meta")
+            return torch.empty_like(leaf, device="meta")
         except (RuntimeError, NotImplementedError) as error:  # of another layout
             raise _Opaque from error
-    if isinstance(part, _PLAIN):
-        return 0, part
-    if type(part) in (list, tuple):
-        pairs = [_without_data(one) for one in part]
-        return sum(size for size, _ in pairs), type(part)(one for _, one in pairs)
-    if type(part) is dict:
-        found = {name: _without_data(one) for name, one in part.items()}
-        shapes = {name: one for name, (_, one) in found.items()}
-        return sum(size for size, _ in found.values()), shapes
-    raise _Opaque
+
+    shapes = rebuilt(batch, shape)
+    return sum(storage_bytes([tensor]) for tensor in tensors), shapes
 
 
 def predict_validation(
