@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import memcallback as mc
@@ -58,6 +59,34 @@ def by_callback(make_trainer: Any) -> Trained:
     """Train with the Trainer that `make_trainer(callbacks=[...])` gives."""
     callback = mc.MemoryTrainerCallback(wait_for_prediction=True, verbose=0)
     make_trainer(callbacks=[callback]).train()
+    assert callback.recorder is not None
+    return Trained(callback.prediction, callback.recorder.steps)
+
+
+def by_lightning(
+    module: Any, rows: torch.Tensor, batch_size: int, callbacks: Any = (), **options: Any
+) -> Trained:
+    """Train a LightningModule on rows, and validate it where it does that."""
+    from lightning.pytorch import Trainer
+
+    callback = mc.MemoryCallback(wait_for_prediction=True, verbose=0)
+    trainer = Trainer(
+        accelerator="auto",
+        devices=1,
+        max_epochs=None,
+        max_steps=NUM_UPDATES,
+        logger=False,
+        log_every_n_steps=1,
+        default_root_dir=new_folder(),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks, callback],
+        **options,
+    )
+    loader = DataLoader(TensorDataset(rows), batch_size=batch_size)
+    has_validation = "validation_step" in vars(type(module))
+    trainer.fit(module, loader, loader if has_validation else None)
     assert callback.recorder is not None
     return Trained(callback.prediction, callback.recorder.steps)
 
