@@ -4,7 +4,8 @@
     python benchmarks/real_trainers.py [--only NAME ...]       # on a CUDA device, real or virtual
 
 Each training of `benchmarks/trainers/` runs for six updates in a process of its own, with a
-`MemoryCallback`, a `MemoryTrainerCallback` or a `MemoryLog` as users have it. The figures are those of the last update.
+`MemoryCallback`, a `MemoryTrainerCallback` or a `MemoryLog` as users have it. The figures are those
+of the last update.
 With `--only` the other trainings' figures of the same day stay. The result goes to
 `benchmarks/results/<device>-<date>/` as JSON and Markdown.
 """
