@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback.core.allocation_trace import Alloc
+from memcallback.devices.local import resolve
 from memcallback.prediction.steady_state import last_windows
 
 from .decoder import BATCH_SIZE, VOCABULARY, Decoder
@@ -103,6 +105,13 @@ def step_of(recording: Recording) -> mc.TrainingStep:
     )
 
 
+def card_of(recording: Recording) -> Any:
+    """The card, with the rules of the recorded PyTorch."""
+    card: Any = resolve(recording.card)
+    major, minor = map(int, recording.torch.split(".")[:2])
+    return replace(card, torch_version=(major, minor))
+
+
 def _recorded(history: dict[str, Any]) -> tuple[int, int, list[int]]:
     """Peak allocated and reserved bytes of the recorded step, and its requests.
 
@@ -127,7 +136,7 @@ def compare(folder: Path) -> Iterator[dict[str, Any]]:
         allocated_bytes, reserved_bytes, recorded = _recorded(
             allocator_history.load(folder / f"{recording.name}.json.gz")
         )
-        prediction = mc.predict(step_of(recording), device=recording.card)
+        prediction = mc.predict(step_of(recording), device=card_of(recording))
         events = prediction.trace.at(BATCH_SIZE).events
         window = last_windows(events)[-1]
         requests = [
