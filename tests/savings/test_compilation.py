@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import training
 from needs import needs_compilation, needs_ranks
 from torch import nn
 
@@ -52,6 +53,13 @@ def test_compiling_the_model_is_a_row_with_what_is_predicted_of_the_compiled_ste
     assert row.peak_reserved_bytes == compiled.peak_reserved_bytes
     assert row.line == "model = torch.compile(model)"
     assert "compiling took" in row.changes
+
+
+def test_a_lightning_module_has_the_same_rows_if_it_is_not_compiled():
+    module, batch = training.Automatic(), training.loader(1, batch_size=8).dataset[:8]
+    savings = compilation(mc.TrainingStep.from_lightning(module, list(batch)))
+    names = ["torch.compile", 'torch.compile, mode="reduce-overhead"']
+    assert [saving.name for saving in savings] == names
 
 
 def test_compiling_with_cuda_graphs_is_a_row_of_its_own(plan):

@@ -28,7 +28,7 @@ def has_compiled_code(module: nn.Module) -> bool:
     return (
         "_orig_mod" in module._modules
         or is_compiled_in_place(module)
-        or _LIGHTNING_CONTEXT in vars(module)
+        or vars(module).get(_LIGHTNING_CONTEXT) is not None
     )
 
 
