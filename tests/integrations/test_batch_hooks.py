@@ -414,6 +414,8 @@ def test_a_batch_that_a_hook_changes_in_place_is_predicted_as_it_was_made(tmp_pa
 
     callback = fit_and_predict(Doubles(), tmp_path, collate)
     assert isinstance(callback.prediction, mc.Prediction)
+    # With the hook run once more the step would fail, and a caveat would say what is left out.
+    assert not any("left out" in said for said in callback.prediction.caveats)
 
 
 def test_what_others_put_on_the_strategy_stays(tmp_path):
