@@ -399,7 +399,6 @@ class Doubles(Probe):
         return batch
 
     def on_after_batch_transfer(self, batch, dataloader_idx):
-        batch.x = torch.cat([batch.x, batch.x], dim=1)[:, :WIDTH].contiguous()
         batch.x = torch.cat([batch.x, batch.x], dim=1)
         return batch
 
