@@ -71,10 +71,12 @@ class Training:
             if wrong := wrong_with_loss(loss, self.model, is_lightning=step.lightning is not None):
                 name = "loss" if len(self.losses) == 1 else f"loss[{number}]"
                 raise PredictionError(f"{'training_step' if step.lightning else name} {wrong}")
+            # The undivided loss is let go within the phase.
             if step.lightning is not None:
-                return step.lightning.divided(loss, step.accumulate)
-            is_divided = step.accumulate > 1 and not step.has_accumulation
-            return loss / step.accumulate if is_divided else loss
+                loss = step.lightning.divided(loss, step.accumulate)
+            elif step.accumulate > 1 and not step.has_accumulation:
+                loss = loss / step.accumulate
+        return loss
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of a loss."""
