@@ -183,6 +183,12 @@ class AllocationTrace:
         return f"<AllocationTrace: {len(self.events):,} events>"
 
 
+def first_step_start(events: Sequence[Event]) -> int:
+    """The position of the first step's start; 0 where no step starts."""
+    starts = (number for number, event in enumerate(events) if isinstance(event, StepStart))
+    return next(starts, 0)
+
+
 def last_step_start(events: Sequence[Event]) -> int:
     """The position of the last step's start; 0 where no step starts."""
     starts = (number for number, event in enumerate(events) if isinstance(event, StepStart))

@@ -12,7 +12,7 @@ from memcallback.core.code_lines import CodeLine
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
 from memcallback.core.units import brief_bytes
-from memcallback.prediction.replay import LiveAllocation
+from memcallback.prediction.replayed import LiveAllocation
 
 #: Made before a step, by its batch or by the optimizer: no line of the step made it.
 HELD = frozenset(PERSISTENT_CATEGORIES)

@@ -22,10 +22,13 @@ from memcallback.core.allocation_trace import (
     PhaseEnd,
     PhaseStart,
     StepStart,
+    first_step_start,
+    not_freed,
 )
 from memcallback.core.files import write_file
 from memcallback.core.types import Phase
 from memcallback.devices.catalogue import HostSpec
+from memcallback.prediction.allocator.at_start import placed
 from memcallback.prediction.allocator.blocks import Block
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.asking_apart import asking_apart
@@ -79,14 +82,21 @@ class _Recorder:
         self.annotations: list[dict[str, Any]] = []
         self.frames: dict[int, list[dict[str, Any]]] = {}
         self.plans = KeptPlans()
+        #: Blocks that are there before the first step, by the id of their allocation.
+        self.known: dict[int, Block] = {}
         self.phase: Phase | None = None
         self.num_steps = 0
         self.mapped: dict[int, tuple[int, int]] = {}
 
     def run(self) -> None:
-        trace, batch_size = self.prediction.trace, self.prediction.batch_size
+        events = self.prediction.trace.at(self.prediction.batch_size).events
         blocks: dict[int, Block] = {}
-        for event in trace.at(batch_size).events:
+        self.known = self.allocator.adopt(placed(self.prediction.at_start, events))
+        self.follow_segments(0, [])
+        if self.known:
+            start = first_step_start(events)
+            events = (*not_freed(events[:start]), *events[start:])
+        for event in events:
             if isinstance(event, Alloc):
                 if not event.size_bytes:
                     continue
@@ -127,7 +137,7 @@ class _Recorder:
             self.allocator.num_alloc_retries,
         )
         try:
-            block = self.plans.allocate(
+            block = self.known.get(event.id) or self.plans.allocate(
                 event,
                 lambda size_bytes: self.allocator.allocate(size_bytes, event.stream),
                 is_backward=self.phase is Phase.BACKWARD,

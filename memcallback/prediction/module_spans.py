@@ -17,7 +17,7 @@ from memcallback.core.allocation_trace import (
 )
 from memcallback.core.module_table import Span, phase_of_span
 from memcallback.core.types import Category, Phase
-from memcallback.prediction.replay import LiveAllocation
+from memcallback.prediction.replayed import LiveAllocation
 
 
 @dataclass

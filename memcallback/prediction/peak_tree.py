@@ -11,7 +11,7 @@ from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category
 from memcallback.page.treemap import Node
 from memcallback.prediction.consumers import HELD, Names, Peak
-from memcallback.prediction.replay import LiveAllocation
+from memcallback.prediction.replayed import LiveAllocation
 
 #: Shapes named of allocations that share a box.
 _NUM_SHAPES = 3

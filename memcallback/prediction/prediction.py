@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from memcallback.core.allocation_trace import Alloc, AllocationTrace, StepEnd
+from memcallback.core.allocation_trace import Alloc, AllocationTrace, StepEnd, first_step_start
 from memcallback.core.document import Document, Printable
 from memcallback.core.files import write_file
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.module_table import ModuleTable, modules_of
 from memcallback.core.step_memory import PhaseMemory, StepMemory
 from memcallback.core.types import Category, Kind, Phase, Stage
-from memcallback.core.units import brief_bytes, format_bytes
-from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
+from memcallback.core.units import format_bytes
+from memcallback.core.validation import whole_number
 from memcallback.devices.catalogue import (
-    CONTEXT_SEEN_BYTES,
-    NCCL_BYTES,
     Device,
     DeviceSpec,
     HostSpec,
     find_device,
 )
+from memcallback.prediction import caveats as assumed
+from memcallback.prediction.allocator.at_start import Segment, layout, placed
+from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import BatchTrace
@@ -39,22 +41,15 @@ from memcallback.prediction.consumers import (
 )
 from memcallback.prediction.length_trace import SequenceLengthTrace, UnknownSequenceLength
 from memcallback.prediction.module_spans import last_step
-from memcallback.prediction.replay import (
-    LiveAllocation,
-    Replay,
-    ReplayedStep,
-    live_at,
-    replay_on,
-)
+from memcallback.prediction.replay import replay, replay_on
+from memcallback.prediction.replayed import LiveAllocation, Replay, ReplayedStep, live_at
 from memcallback.prediction.search import (
-    CONFIRMED_ITEMS,
     BatchReplays,
     Limits,
-    gap_sentence,
-    kept_free,
 )
-from memcallback.prediction.text import peak_sentence, peak_table, phase_table, step_dict
+from memcallback.prediction.text import peak_table, phase_table, step_dict
 from memcallback.prediction.textbook.law import TextbookPrediction
+from memcallback.prediction.verdict import available, largest_sentences, peak_sentence
 from memcallback.trace.traced_step import SAMPLES
 
 if TYPE_CHECKING:
@@ -88,6 +83,9 @@ class Prediction(Printable):
         sequence_length: Length of the batch's sequences; None if unknown.
         traced_for: The device that the step was traced for, if that is not `device`.
         limits: The largest batch sizes that fit; None if they were not searched.
+        at_start: The segments that the allocator of this process has before the first step, if they
+            are not those of the model alone, as after Lightning's sanity check; else empty.
+            `limits` and other devices are for a process that has only the model.
         steps: The steps of the trace, in order. Those of the last update are steady: the update is
             repeated until its values settle. Those with a batch in between (`other_batch_size` of
             `TrainingStep`) are among them.
@@ -117,6 +115,7 @@ class Prediction(Printable):
     sequence_length: int | None = None
     traced_for: Device | None = None
     limits: Limits | None = field(default=None, compare=False)
+    at_start: tuple[Segment, ...] = field(default=(), repr=False)
     steps: tuple[StepMemory, ...] = field(init=False, compare=False)
     fits: bool = field(init=False, compare=False)
     fits_without_retry: bool = field(init=False, compare=False)
@@ -158,16 +157,29 @@ class Prediction(Printable):
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        caveats = tuple(dict.fromkeys(self._caveats(shown.caveats)))
-        object.__setattr__(self, "caveats", caveats)
+        caveats = (
+            *self.trace.of(self.batch_size).caveats,
+            *shown.caveats,
+            *assumed.of_device(
+                self.device,
+                self.settings,
+                traced_for=self.traced_for,
+                at_start=self.at_start,
+                fits=self.fits,
+                peak_bytes=self.run_peak_reserved_bytes or 0,
+            ),
+            *assumed.of_batch_size(self.trace, self.batch_size),
+        )
+        object.__setattr__(self, "caveats", tuple(dict.fromkeys(caveats)))
 
     def _replays(self) -> tuple[AllocationTrace, Replay, Replay]:
         """The trace, its replay on the device, and one to the end, which may need more memory."""
         trace = self.trace.at(self.batch_size)
         capacity_bytes = self.device.allocator_capacity_bytes
-        shown = on_device = replay_on(trace.events, self.device, self.settings, capacity_bytes)
+        on = partial(replay_on, trace.events, self.device, self.settings, at_start=self.at_start)
+        shown = on_device = on(capacity_bytes)
         if on_device.out_of_memory is not None:
-            shown = replay_on(trace.events, self.device, self.settings, None)
+            shown = on(None)
         return trace, on_device, shown
 
     @classmethod
@@ -269,7 +281,23 @@ class Prediction(Printable):
                 f"a step traced for {traced_for.name} cannot be put on {spec.name}: operators "
                 "allocate differently there. Trace it again: memcallback.predict(step, device=...)."
             )
-        return asking_apart(lambda: self._searched_anew(device=spec, traced_for=traced_for))
+        return asking_apart(
+            lambda: self._searched_anew(device=spec, traced_for=traced_for, at_start=())
+        )
+
+    def begun_with(self, segments: Sequence[Segment]) -> Prediction:
+        """The same in a process whose allocator has some segments before the first step.
+
+        Args:
+            segments: All of the device's default stream, those of the model included.
+        """
+        events = self.trace.at(self.batch_size).events
+        at_start = placed(segments, events)
+        alone = CachingAllocator(self.settings)
+        replay(events[: first_step_start(events)], alone)
+        if not at_start or layout(at_start) == layout(alone.segments()):
+            return self
+        return replace(self, at_start=at_start)
 
     def _searched_anew(self, **changes: Any) -> Prediction:
         """The same with changes, and its limits if this one has any."""
@@ -360,6 +388,7 @@ class Prediction(Printable):
                 self.origin_of,
                 Names(self._peak).place,
                 is_unlimited=not self.fits,
+                at_start=self.at_start,
                 measured={phase: size for phase, size in peaks.items() if size is not None},
             )
         )
@@ -393,7 +422,7 @@ class Prediction(Printable):
 
     def verdict(self) -> tuple[str, ...]:
         """Whether it fits, its peak, and up to which batch size it fits, one sentence each."""
-        peak = peak_sentence(self.step, self.peak_phase, self._available())
+        peak = peak_sentence(self.step, self.peak_phase, available(self.device))
         if self.capacity_bytes is None:
             return (peak, "Whether it fits is unknown: the capacity of the CPU was not given.")
         if not self.fits:
@@ -410,57 +439,9 @@ class Prediction(Printable):
                 "The largest batch size is unknown: only this batch size was traced. "
                 "suggest_batch_size traces others, unless the batch cannot be made larger."
             )
-        elif self.limit is not None and self.limit_without_retry is not None:
-            lines += self._largest_sentences(self.limit, self.limit_without_retry)
+        elif self.limits is not None:
+            lines += largest_sentences(self.limits, self.device, self.trace)
         return tuple(lines)
-
-    def _available(self) -> str:
-        """What there is of memory for the step; empty if nobody knows."""
-        available_bytes = self.device.allocator_capacity_bytes
-        if available_bytes is None:
-            return ""
-        if isinstance(self.device, HostSpec):
-            return f"; the CPU has {brief_bytes(available_bytes)}"
-        return f"; the allocator can have {brief_bytes(available_bytes)}"
-
-    def _largest_sentences(self, limit: int, without_retry: int) -> list[str]:
-        """The largest batch sizes, equal ones once, and what they assume."""
-        limits = f"{limit:,}"
-        if not isinstance(self.device, HostSpec) and without_retry < limit:
-            limits = f"{without_retry:,} without a retry, {limit:,} with retries"
-        device = self.device
-        assert device.capacity_bytes is not None
-        kept = kept_free(
-            device.capacity_bytes,
-            DEFAULT_HEADROOM,
-            device.outside_bytes,
-            device.most_outside_bytes,
-        )
-        if self.largest_batch_size == limit:
-            largest = f"Largest batch size: {limit:,}, with or without {kept} kept free"
-        elif self.largest_batch_size is not None:
-            largest = (
-                f"Largest batch size: {self.largest_batch_size:,} with {kept} kept free. "
-                f"With nothing kept free: {limits}"
-            )
-        else:
-            largest = f"Largest batch size with nothing kept free: {limits}"
-        if limit == 0:
-            largest = "Not even one sample fits"
-        largest += "."
-        if self.architecture_of:
-            largest += f" The architecture of {self.architecture_of} was assumed."
-        if self.limits is not None and self.limits.fits_again is not None:
-            return [largest, gap_sentence(limit, self.limits.fits_again)]
-        if limit == 0:
-            return [largest]
-        assumed = f"Batches above {limit:,} are assumed not to fit."
-        if self.trace.is_far(limit):
-            assumed += (
-                f" Batches above the largest traced, {self.trace.largest_traced:,}, are assumed to "
-                "run the same way."
-            )
-        return [f"{largest} {assumed}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Data for json; names of sizes end in `_bytes`, of numbers of samples in `batch_size`."""
@@ -631,62 +612,6 @@ class Prediction(Printable):
         for live in self.at_peak:
             sizes[key(live.alloc)] += live.block_bytes
         return dict(sizes.most_common())
-
-    def _caveats(self, of_replay: tuple[str, ...]) -> Iterator[str]:
-        device, traced_for = self.device, self.traced_for
-        yield from (*self.trace.of(self.batch_size).caveats, *of_replay, *device.caveats)
-        if (
-            isinstance(device, DeviceSpec)
-            and isinstance(traced_for, DeviceSpec)
-            and device.architecture != traced_for.architecture
-        ):
-            yield (
-                f"The step was traced for {traced_for.name} ({traced_for.architecture}), "
-                "so workspaces and kernels are those of that card. memcallback.predict(step, "
-                f"device=...) traces it for {device.name}."
-            )
-        if isinstance(device, DeviceSpec):
-            seen = " to ".join(map(format_bytes, CONTEXT_SEEN_BYTES))
-            yield (
-                f"{format_bytes(device.context_bytes)} of the card are assumed to be outside the "
-                f"allocator (CUDA context, driver; {seen} were seen). Other processes are not "
-                "counted."
-            )
-            peak_bytes = max(step.peak_reserved_bytes or 0 for step in self.steps)
-            left_bytes = device.capacity_bytes - device.communication_bytes - peak_bytes
-            if self.fits and left_bytes < device.most_outside_bytes - device.communication_bytes:
-                yield (
-                    "The step fits if context and driver take no more than "
-                    f"{format_bytes(left_bytes)} on your card."
-                )
-            if device.communication_bytes:
-                seen = " to ".join(map(format_bytes, NCCL_BYTES))
-                yield (
-                    f"NCCL is assumed to need {format_bytes(device.communication_bytes)} of the "
-                    f"card outside the allocator ({seen} were seen)."
-                )
-            for name in self.settings.not_simulated:
-                yield f"The allocator's setting {name} is not simulated."
-        if self.trace.thinned(CONFIRMED_ITEMS) is not self.trace:
-            yield (
-                "The step runs many batches or tokens one after another. To save time, the search "
-                "for the largest batch sizes replayed only some of these batches or tokens, so the "
-                "sizes that it found can be too large. The values for this batch size do not "
-                "depend on the search."
-            )
-        elif self.trace.thinned() is not self.trace:
-            yield (
-                "The step runs many batches or tokens one after another. The largest batch sizes "
-                "were checked with all of these: the sizes fit, and slightly larger ones may fit "
-                "too. To save time, other batch sizes were replayed with only some of the batches "
-                "or tokens, so their peaks can be too low."
-            )
-        if self.trace.is_far(self.batch_size):
-            yield (
-                f"Extrapolated: batch size {self.batch_size:,} is far beyond the largest traced, "
-                f"{self.trace.largest_traced:,}. memcallback.predict(step, "
-                f"batch_size={self.batch_size}) traces it there."
-            )
 
     def _step_memory(self, step: ReplayedStep) -> StepMemory:
         return StepMemory(

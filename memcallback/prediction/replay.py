@@ -1,11 +1,11 @@
-"""Replays a trace on a simulated allocator: memory per step, and allocations live at the peak."""
+"""replay(): plays the allocations of a trace on a simulated allocator."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
@@ -18,15 +18,18 @@ from memcallback.core.allocation_trace import (
     PhaseStart,
     StepEnd,
     StepStart,
+    first_step_start,
     not_freed,
 )
 from memcallback.core.step_memory import MemoryStats, PhaseMemory, largest
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase, Stage
 from memcallback.devices.catalogue import Device, HostSpec
+from memcallback.prediction.allocator.at_start import Segment, placed
 from memcallback.prediction.allocator.caching import CachingAllocator, OutOfMemoryError
 from memcallback.prediction.allocator.host import HostAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.fallbacks import KeptPlans
+from memcallback.prediction.replayed import Replay, ReplayedStep
 from memcallback.prediction.steady_state import (
     MAX_WINDOWS,
     Peaks,
@@ -71,67 +74,19 @@ class Allocator(Protocol[_Block]):
         """Restart the peaks at the present values."""
 
 
-@dataclass(frozen=True)
-class LiveAllocation:
-    """A storage that is live at some moment.
-
-    Attributes:
-        alloc: The allocation; its `size_bytes` is the requested size.
-        block_bytes: The size of its block, including rounding and a tail that is not split off.
-    """
-
-    alloc: Alloc
-    block_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayedStep:
-    """One step of a replay.
-
-    Attributes:
-        windows: The phases in the order in which they ran.
-        is_warm_up: Whether no optimizer phase came before it; of a forward pass alone, whether it
-            is the first.
-        stage: What it is a step of.
-        batch_size: Samples in its batch; None for those of the trace.
-        peak_position: The position of the event at which allocated memory is first largest in the
-            step's phases; -1 if it has none.
-    """
-
-    windows: tuple[PhaseMemory, ...]
-    is_warm_up: bool
-    stage: Stage
-    batch_size: int | None
-    peak_position: int
-
-
-@dataclass(kw_only=True)
-class Replay:
-    """The result of a replay.
-
-    Attributes:
-        steps: The steps that were replayed to their end; for the trace's last window those of its
-            last repetition.
-        num_alloc_retries: The number of retries.
-        out_of_memory: What failed and where, if the allocator ran out of memory; the replay ends
-            there. None if it did not.
-        caveats: Why the last steps may not be steady, one sentence each.
-        block_bytes: The id of each `Alloc` of more than 0 bytes -> the size of its block, in the
-            last repetition if it was repeated; 0 if an algorithm without a workspace was taken.
-    """
-
-    steps: list[ReplayedStep] = field(default_factory=list)
-    num_alloc_retries: int = 0
-    out_of_memory: str | None = None
-    caveats: tuple[str, ...] = ()
-    block_bytes: dict[int, int] = field(default_factory=dict)
-
-
 def replay(
-    events: Sequence[Event], allocator: Allocator[_Block], *, unlimited: bool = False
+    events: Sequence[Event],
+    allocator: Allocator[_Block],
+    *,
+    unlimited: bool = False,
+    known: Mapping[int, _Block] | None = None,
 ) -> Replay:
-    """Replay a trace, and repeat its last window until the allocator settles."""
-    replayer = _Replayer(events, allocator, unlimited=unlimited)
+    """Replay a trace, and repeat its last window until the allocator settles.
+
+    `known` are the blocks that the allocator has before the first step, by the id of the allocation
+    that would have made them.
+    """
+    replayer = _Replayer(events, allocator, unlimited=unlimited, known=known or {})
     with suppress(OutOfMemoryError):
         replayer.run()
     replayer.result.num_alloc_retries = allocator.num_alloc_retries
@@ -143,35 +98,33 @@ def replay_on(
     device: Device,
     settings: AllocatorSettings,
     capacity_bytes: int | None,
+    at_start: Sequence[Segment] = (),
 ) -> Replay:
-    """Replay a trace on a device's allocator; a capacity of None is unlimited memory."""
+    """Replay a trace on a device's allocator; a capacity of None is unlimited memory.
+
+    `at_start` is what the allocator has before the first step, the model included.
+    """
     unlimited = capacity_bytes is None
     if isinstance(device, HostSpec):
         return replay(events, HostAllocator(capacity_bytes=capacity_bytes), unlimited=unlimited)
-    return replay(
-        events, CachingAllocator(settings, capacity_bytes=capacity_bytes), unlimited=unlimited
-    )
-
-
-def live_at(
-    position: int, events: Sequence[Event], block_bytes: Mapping[int, int]
-) -> tuple[LiveAllocation, ...]:
-    """The allocations live after an event, the largest first."""
-    live = [
-        LiveAllocation(alloc, block_bytes[alloc.id])
-        for alloc in not_freed(events[: position + 1])
-        if alloc.size_bytes
-    ]
-    return tuple(sorted(live, key=lambda item: item.block_bytes, reverse=True))
+    allocator = CachingAllocator(settings, capacity_bytes=capacity_bytes)
+    known = allocator.adopt(placed(at_start, events))
+    return replay(events, allocator, unlimited=unlimited, known=known)
 
 
 class _Replayer(Generic[_Block]):
     """The state of a replay."""
 
     def __init__(
-        self, events: Sequence[Event], allocator: Allocator[_Block], *, unlimited: bool
+        self,
+        events: Sequence[Event],
+        allocator: Allocator[_Block],
+        *,
+        unlimited: bool,
+        known: Mapping[int, _Block],
     ) -> None:
         self.events = events
+        self.known = known
         self.allocator = allocator
         self.unlimited = unlimited
         self.result = Replay()
@@ -195,8 +148,9 @@ class _Replayer(Generic[_Block]):
 
     def run(self) -> None:
         """Replay all events; an OutOfMemoryError is noted in the result and raised."""
-        position = 0
-        for window in last_windows(self.events):
+        windows = last_windows(self.events)
+        position = self.begin(windows[0].start if windows else len(self.events))
+        for window in windows:
             self.play(position, window.start)
             before, num_earlier = list(self.alive), len(self.result.steps)
             self.play(window.start, window.stop)
@@ -211,6 +165,34 @@ class _Replayer(Generic[_Block]):
                 self.repeat(window, pairs, num_earlier)
             position = window.stop
         self.play(position, len(self.events))
+
+    def begin(self, stop: int) -> int:
+        """Replay to the first step, and past the blocks that are there then; where that is."""
+        position = first_step_start(self.events)
+        if not self.known:
+            self.play(0, position)
+            return position
+        there = {alloc.id for alloc in not_freed(self.events[:position])}
+        for place, event in enumerate(islice(self.events, stop)):
+            if not isinstance(event, Alloc) or not event.size_bytes:
+                continue
+            if event.id in self.known:
+                self.play(position, place)
+                self.hold(event, self.known[event.id])
+                position = max(position, place + 1)
+            elif place < position and event.id in there:
+                self.play(place, place + 1)
+            elif place < position:
+                self.result.block_bytes[event.id] = 0  # freed before the first step
+        return position
+
+    def hold(self, alloc: Alloc, block: _Block) -> None:
+        """Note an allocation that has been made."""
+        self.alive[alloc.id] = block
+        self.result.block_bytes[alloc.id] = block.size_bytes
+        if alloc.category in self.held:
+            self.holders[alloc.id] = alloc
+            self.held[alloc.category] += alloc.size_bytes
 
     def repeat(self, window: Window, pairs: Sequence[tuple[int, int]], num_earlier: int) -> None:
         """Replay the window until two repetitions are equal; keep the steps of the last one."""

@@ -16,7 +16,8 @@ from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.prediction.replay import Replay, replay_on
+from memcallback.prediction.replay import replay_on
+from memcallback.prediction.replayed import Replay
 
 #: No search goes beyond this batch size.
 _MAX_BATCH_SIZE = 1 << 31

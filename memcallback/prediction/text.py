@@ -8,7 +8,7 @@ from typing import Any
 from memcallback.core.document import Table
 from memcallback.core.step_memory import PHASE_COLUMNS, MemoryStats, StepMemory
 from memcallback.core.types import Category, Phase
-from memcallback.core.units import brief_bytes, format_bytes
+from memcallback.core.units import format_bytes
 from memcallback.prediction.consumers import Consumer
 
 #: How many consumers `peak_table` names: those that hold most at the peak.
@@ -94,12 +94,3 @@ def _stats_dict(stats: MemoryStats) -> dict[str, Any]:
         "inactive_split_bytes": stats.inactive_split_bytes,
         "held_by_category_bytes": {category.value: size for category, size in by_category.items()},
     }
-
-
-def peak_sentence(step: StepMemory, phase: Phase, available: str) -> str:
-    """The peak of a step, the phase that has it, and what there is of memory."""
-    allocated, reserved = step.peak_allocated_bytes or 0, step.peak_reserved_bytes
-    peak = f"{brief_bytes(allocated)} allocated"
-    if reserved is not None:
-        peak = f"{brief_bytes(reserved)} reserved ({peak})"
-    return f"Peak {peak} in {phase.label}{available}."

@@ -18,6 +18,7 @@ from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import Category, Phase
 from memcallback.devices.catalogue import Device, HostSpec
 from memcallback.page.timeline import Moment, Timeline
+from memcallback.prediction.allocator.at_start import Segment, placed
 from memcallback.prediction.allocator.blocks import Block
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.host import HostAllocator
@@ -41,10 +42,11 @@ def timeline_of(
     place_of: PlaceOf,
     *,
     is_unlimited: bool,
+    at_start: Sequence[Segment] = (),
     measured: Mapping[Phase, int] | None = None,
 ) -> Timeline:
     """The last step of a trace, replayed once more."""
-    replayed = _replayed(events, device, settings, is_unlimited=is_unlimited)
+    replayed = _replayed(events, device, settings, at_start, is_unlimited=is_unlimited)
     changes = list(_changes(events, replayed))
     columns = [
         (phase, _column(start, len(changes)), _column(stop, len(changes)))
@@ -81,13 +83,19 @@ class _Watched(CachingAllocator):
 
 
 def _replayed(
-    events: Sequence[Event], device: Device, settings: AllocatorSettings, *, is_unlimited: bool
+    events: Sequence[Event],
+    device: Device,
+    settings: AllocatorSettings,
+    at_start: Sequence[Segment],
+    *,
+    is_unlimited: bool,
 ) -> _Replayed:
     if isinstance(device, HostSpec):
         return _Replayed(replay(events, HostAllocator(), unlimited=True).block_bytes, ())
     capacity_bytes = None if is_unlimited else device.allocator_capacity_bytes
     allocator = _Watched(settings, capacity_bytes)
-    replayed = replay(events, allocator, unlimited=is_unlimited)
+    known = allocator.adopt(placed(at_start, events))
+    replayed = replay(events, allocator, unlimited=is_unlimited, known=known)
     # The last step is replayed last, however often it was repeated.
     start = last_step_start(events)
     sizes = replayed.block_bytes

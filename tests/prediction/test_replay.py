@@ -18,7 +18,8 @@ from memcallback.devices.catalogue import HostSpec, find_device
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.host import HostAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
-from memcallback.prediction.replay import live_at, replay, replay_on
+from memcallback.prediction.replay import replay, replay_on
+from memcallback.prediction.replayed import live_at
 
 FORWARD, BACKWARD, UPDATE = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP
 

@@ -50,12 +50,14 @@ class SimulatedDevice:
         self._new_address = new_address or self._above_the_last
         self._next_address = _FIRST_ADDRESS
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so much is left."""
+        capacity_bytes = self.capacity_bytes
+        return capacity_bytes is None or self.reserved_bytes + size_bytes <= capacity_bytes
+
     def reserve(self, size_bytes: int) -> bool:
         """Reserve memory; False if less is left."""
-        if (
-            self.capacity_bytes is not None
-            and self.reserved_bytes + size_bytes > self.capacity_bytes
-        ):
+        if not self.has_room(size_bytes):
             return False
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -235,11 +237,14 @@ class Pool:
     def grow(
         self, block_bytes: int, settings: AllocatorSettings, device: SimulatedDevice
     ) -> Block | None:
-        """Reserve a new segment (`alloc_block`, CUDACachingAllocator.cpp)."""
-        segment_bytes = settings.segment_bytes(block_bytes)
-        if not device.reserve(segment_bytes):
+        """Reserve a new segment for a block (`alloc_block`, CUDACachingAllocator.cpp)."""
+        return self.reserve(settings.segment_bytes(block_bytes), device)
+
+    def reserve(self, size_bytes: int, device: SimulatedDevice) -> Block | None:
+        """Reserve a new segment; None if less is left."""
+        if not device.reserve(size_bytes):
             return None
-        block = Block(device.new_address(segment_bytes), segment_bytes, self)
+        block = Block(device.new_address(size_bytes), size_bytes, self)
         device.first_blocks[block.address] = block
         return block
 

@@ -8,11 +8,12 @@ simulated: private pools other than that of CUDA graphs (`torch.cuda.MemPool`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
+from memcallback.prediction.allocator.at_start import Part, Segment
 from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice
 from memcallback.prediction.allocator.expandable import ExpandablePool
 from memcallback.prediction.allocator.settings import (
@@ -141,6 +142,47 @@ class CachingAllocator:
                 continue
             for block in list(pool.blocks()):
                 pool.release(block, self._device)
+
+    def adopt(self, segments: Sequence[Segment]) -> dict[int, Block]:
+        """Take over segments, before the first allocation; nothing if they are too large.
+
+        Returns the blocks whose parts have an id, by it. Other blocks in use are not counted as
+        allocated: they belong to others.
+        """
+        if not self._device.has_room(sum(segment.size_bytes for segment in segments)):
+            return {}
+        free: list[Block] = []
+        found: dict[int, Block] = {}
+        for segment in segments:
+            pool = self._pool(0, is_small=segment.is_small)
+            block = pool.reserve(segment.size_bytes, self._device)
+            assert block is not None
+            for part in segment.parts:
+                rest = (
+                    block.split_off(part.size_bytes) if block.size_bytes > part.size_bytes else None
+                )
+                # A free one is in use, too, until all are there.
+                block.requested_bytes = part.requested_bytes or part.size_bytes
+                if part.id is not None:
+                    self._activate(block, part.requested_bytes)
+                    found[part.id] = block
+                elif not part.requested_bytes:
+                    free.append(block)
+                block = rest or block
+        for block in free:
+            block.pool.put_back(block)
+        return found
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of the default stream, as `adopt` takes them."""
+        return tuple(
+            Segment(
+                blocks[0].pool.is_small,
+                tuple(Part(block.size_bytes, block.requested_bytes) for block in blocks),
+            )
+            for blocks in self.snapshot()
+            if not blocks[0].stream
+        )
 
     def stats(self) -> MemoryStats:
         """All values now, with the peaks since the last `reset_peaks`."""

@@ -98,6 +98,10 @@ class ExpandablePool(Pool):
 
         `try_allocate_expandable_block` in PyTorch.
         """
+        return self.reserve(block_bytes, device)
+
+    def reserve(self, block_bytes: int, device: SimulatedDevice) -> Block | None:
+        """Map pages for a free block; None if less is left."""
         block = self._find(block_bytes) or self._new_segment(block_bytes, device)
         if not block.is_mapped:
             mapped = self._map(block, min(block.size_bytes, block_bytes), device)

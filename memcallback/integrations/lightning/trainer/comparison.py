@@ -80,13 +80,16 @@ def comparer(
             return None
 
     def compare(prediction: StepPrediction | None, say: Callable[[str], None]) -> Compared:
-        is_traced = isinstance(prediction, Prediction)
+        without = validated = None
+        if isinstance(prediction, Prediction):
+            segments = prediction.at_start
+            without = savings.predict_without(make_step, spec)
+            validated = None if validation is None else validation(prediction.device)
+            without, validated = (one and one.begun_with(segments) for one in (without, validated))
         return Compared(
-            without=savings.predict_without(make_step, spec) if is_traced else None,
+            without=without,
             plan=None if target is None else plan(target, say),
-            validation=validation(prediction.device)
-            if isinstance(prediction, Prediction) and validation is not None
-            else None,
+            validation=validated,
         )
 
     return compare

@@ -1,0 +1,150 @@
+"""The segments that the allocator has before a training, and what of the training lies in them.
+
+The model may lie in segments of an earlier one, and what ran before (the sanity check of Lightning,
+an earlier training) leaves free segments, which the training uses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from memcallback.core.allocation_trace import Alloc, Event, first_step_start, not_freed
+from memcallback.core.types import Category
+from memcallback.prediction.allocator.settings import SMALL_SIZE_BYTES
+
+
+class Part(NamedTuple):
+    """A block of a segment.
+
+    Attributes:
+        size_bytes: Its size.
+        requested_bytes: The size that was requested; 0 if it is free.
+        is_held: Whether model or optimizers hold it.
+        id: The id of the allocation of a trace that it belongs to; None for no one of it.
+    """
+
+    size_bytes: int
+    requested_bytes: int = 0
+    is_held: bool = False
+    id: int | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of the default stream; of an expandable one, a range that is mapped.
+
+    Attributes:
+        is_small: Whether it belongs to the small pool.
+        parts: Its blocks, by address.
+    """
+
+    is_small: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing lies in it."""
+        return not any(part.requested_bytes for part in self.parts)
+
+
+def layout(segments: Iterable[Segment]) -> list[tuple[bool, tuple[tuple[int, bool], ...]]]:
+    """How segments are divided, whoever the blocks belong to and wherever the segments lie."""
+    return sorted(
+        (
+            segment.is_small,
+            tuple((part.size_bytes, part.requested_bytes > 0) for part in segment.parts),
+        )
+        for segment in segments
+    )
+
+
+def read_segments(
+    snapshot: Iterable[Mapping[str, Any]], device_index: int, held: Collection[int]
+) -> tuple[Segment, ...]:
+    """The segments of a device's default stream.
+
+    Args:
+        snapshot: As `torch.cuda.memory_snapshot` gives it.
+        device_index: The device.
+        held: The addresses of the storages of model and optimizers.
+    """
+    found = []
+    for segment in snapshot:
+        # Others belong to side streams, to CUDA graphs and to pools of the user's own.
+        is_shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+        if segment["device"] != device_index or segment["stream"] or not is_shared:
+            continue
+        address, parts = segment["address"], []
+        for block in segment["blocks"]:
+            is_free = block["state"] == "inactive"
+            requested_bytes = 0 if is_free else block["requested_size"]
+            parts.append(Part(block["size"], requested_bytes, not is_free and address in held))
+            address += block["size"]
+        found.append(Segment(segment["segment_type"] == "small", tuple(parts)))
+    return tuple(found)
+
+
+def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segment, ...]:
+    """The segments that a training uses, with the ids of its allocations.
+
+    Those are what it has before its first step, and workspaces that it makes and keeps: cuBLAS has
+    them already if it ran before. Empty if the model does not lie in the segments, as before it is
+    moved to the device. Segments with memory of others alone are left out.
+    """
+    if not segments:
+        return ()
+    before = [alloc for alloc in not_freed(events[: first_step_start(events)]) if alloc.size_bytes]
+    wanted: defaultdict[int, list[int]] = defaultdict(list)
+    for alloc in before:
+        if not alloc.stream:
+            wanted[alloc.size_bytes].append(alloc.id)
+    # At another batch size the ids are others.
+    bare = (
+        replace(segment, parts=tuple(part._replace(id=None) for part in segment.parts))
+        for segment in segments
+    )
+    found = [_with_ids(segment, wanted, is_held=True) for segment in bare]
+    # The counters of metrics, buckets of gradients: what neither model nor optimizer holds.
+    found = [_with_ids(segment, wanted, is_held=False) for segment in found]
+    if any(ids and size_bytes > SMALL_SIZE_BYTES for size_bytes, ids in wanted.items()):
+        return ()
+    workspaces: defaultdict[int, list[int]] = defaultdict(list)
+    for alloc in _workspaces(events):
+        workspaces[alloc.size_bytes].append(alloc.id)
+    found = [_with_ids(segment, workspaces, is_held=False) for segment in found]
+    return tuple(
+        segment
+        for segment in found
+        if segment.is_free or any(part.is_held or part.id is not None for part in segment.parts)
+    )
+
+
+def _with_ids(segment: Segment, wanted: Mapping[int, list[int]], *, is_held: bool) -> Segment:
+    """The segment with the id of an allocation of the same size at each block that has none."""
+    parts = (
+        part._replace(id=wanted[part.requested_bytes].pop(0))
+        if part.requested_bytes
+        and part.id is None
+        and part.is_held == is_held
+        and wanted[part.requested_bytes]
+        else part
+        for part in segment.parts
+    )
+    return replace(segment, parts=tuple(parts))
+
+
+def _workspaces(events: Sequence[Event]) -> Iterator[Alloc]:
+    """The workspaces on the default stream that are never freed: those of cuBLAS."""
+    return (
+        alloc
+        for alloc in not_freed(events)
+        if alloc.category is Category.WORKSPACE and not alloc.stream
+    )
