@@ -288,7 +288,7 @@ def test_a_step_that_cannot_be_traced_is_estimated_and_the_estimate_corrected(tm
 def test_a_search_without_a_prediction_says_why_and_names_no_setting_that_it_lacks(
     tmp_path, monkeypatch
 ):
-    def unknown(*args):
+    def unknown(*args, **options):
         raise mc.PredictionError("No step is known.")
 
     monkeypatch.setattr("memcallback.integrations.lightning.fit.search.step_of", unknown)

@@ -143,6 +143,25 @@ def test_the_size_that_is_found_runs_and_a_larger_one_does_not_fit(
     assert more is None or more > 0.95 * (LIMIT_BYTES + CONTEXT_BYTES) - CONTEXT_BYTES
 
 
+class Noisy(Convolutions):
+    """Its hook takes more memory than its step."""
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        images, classes = batch
+        return torch.stack([images + torch.randn_like(images) for _ in range(100)]).mean(0), classes
+
+
+def test_what_a_hook_makes_of_a_batch_is_foreseen(tmp_path):
+    options = {"limit_val_batches": 0}
+    found = mc.fit_batch_size(
+        trainer(tmp_path, **options), Noisy(), capacity=LIMIT_BYTES + CONTEXT_BYTES
+    )
+    assert found.num_ooms == 0
+    assert [trial.batch_size for trial in found.trials] == [found.batch_size]
+    assert found.predicted_batch_size == found.batch_size
+    assert found.trials[0].peak_bytes > 0.85 * found.trials[0].budget_bytes
+
+
 def test_memory_that_runs_out_is_given_back_and_a_smaller_size_found(tmp_path):
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     module = Convolutions()

@@ -194,7 +194,9 @@ class FitSearch:
             pending = PendingPrediction(
                 lambda say: (
                     predict_or_warn(
-                        lambda: step_of(self._trainer, self._module, probe.batch, given),
+                        lambda: step_of(
+                            self._trainer, self._module, probe.batch, given, loaded=probe.loaded
+                        ),
                         device=device,
                         device_name=self._meter.device_name,
                         capacity_bytes=self._budget.capacity_bytes,

@@ -25,6 +25,7 @@ from memcallback.integrations.lightning.fit.loaders import (
     resized,
 )
 from memcallback.integrations.lightning.fit.settings import GIVE_LIMIT
+from memcallback.integrations.lightning.trainer.loaded_batch import LoadedBatch
 from memcallback.integrations.lightning.trainer.package import write_nowhere_else
 from memcallback.step.batch import infer_batch_size
 from memcallback.step.holdings import holdings
@@ -178,6 +179,7 @@ class Probe:
 
     Attributes:
         batch: The first batch, on the device, if none is to run.
+        loaded: The same before the module's hooks brought it there; None if there are no hooks.
         batch_size: Samples per batch as the loaders say; None before the first epoch.
         num_samples: Samples per epoch on this rank; None if unlimited or unknown.
         num_run: Batches run so far.
@@ -195,6 +197,8 @@ class Probe:
         self._meter = meter
         self.num_batches = num_batches
         self.batch: object = None
+        self.loaded: Any = None
+        self._loaded_batch = LoadedBatch()
         self.batch_size: int | None = None
         self.num_samples: int | None = None
         self.num_run = 0
@@ -217,13 +221,15 @@ class Probe:
             )
         if self._num_epochs - self.num_run > _MAX_EMPTY_EPOCHS:
             raise TrialOver
+        if self.num_batches == 0:
+            self._loaded_batch.watch(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the batch if none is to run; else check the size of the first one."""
         if self.num_batches == 0:
-            self.batch = batch
+            self.batch, self.loaded = batch, self._loaded_batch.take()
             raise TrialOver
         if (
             self._is_inferred
@@ -263,6 +269,10 @@ class Probe:
         """End a validation step."""
         self._meter.end_step(batch)
 
+    def end(self) -> None:
+        """See no further batches."""
+        self._loaded_batch.end()
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """End the trial before the module's own hooks at the end of training write results."""
         if self.num_run >= self.num_batches:
@@ -294,6 +304,7 @@ def run(
     except TrialOver:
         pass
     finally:
+        probe.end()
         trainer.fit_loop.teardown()  # ends the worker processes of its loaders
 
 
