@@ -318,7 +318,11 @@ def estimate_from_trace(
     if bucket_bytes:
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
     if measured and measured.batch_size and measured_bytes is not None:
-        shift_bytes = max(bucket_bytes, measured_bytes - replays.peak_bytes(measured.batch_size))
+        expected_bytes = replays.peak_bytes(measured.batch_size)
+        if predicted.at_start:  # what ran before explains a part of what was measured
+            here = predicted.at(measured.batch_size).run_peak_reserved_bytes
+            expected_bytes = max(expected_bytes, here or 0)
+        shift_bytes = max(bucket_bytes, measured_bytes - expected_bytes)
         band_bytes = (
             allocated_band(measured_bytes)
             if measured.peak_reserved_bytes is None

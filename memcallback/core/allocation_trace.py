@@ -189,6 +189,12 @@ def first_step_start(events: Sequence[Event]) -> int:
     return next(starts, 0)
 
 
+def first_step_end(events: Sequence[Event]) -> int:
+    """The position after the first step's end; that of the last event where no step ends."""
+    ends = (number for number, event in enumerate(events, 1) if isinstance(event, StepEnd))
+    return next(ends, len(events))
+
+
 def last_step_start(events: Sequence[Event]) -> int:
     """The position of the last step's start; 0 where no step starts."""
     starts = (number for number, event in enumerate(events) if isinstance(event, StepStart))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from memcallback.core.units import format_bytes
 from memcallback.devices.catalogue import CONTEXT_SEEN_BYTES, NCCL_BYTES, Device, DeviceSpec
-from memcallback.prediction.allocator.at_start import Segment
+from memcallback.prediction.allocator.at_start import Segment, total_bytes
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.search import CONFIRMED_ITEMS
@@ -33,7 +33,7 @@ def of_device(
             "so workspaces and kernels are those of that card. memcallback.predict(step, "
             f"device=...) traces it for {device.name}."
         )
-    free_bytes = sum(segment.size_bytes for segment in at_start if segment.is_free)
+    free_bytes = total_bytes(segment for segment in at_start if segment.is_free)
     if free_bytes:
         yield (
             f"Before the first step, the allocator had {format_bytes(free_bytes)} of free "

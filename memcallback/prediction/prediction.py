@@ -26,7 +26,7 @@ from memcallback.devices.catalogue import (
     find_device,
 )
 from memcallback.prediction import caveats as assumed
-from memcallback.prediction.allocator.at_start import Segment, layout, placed
+from memcallback.prediction.allocator.at_start import Segment, layout, placed, total_bytes
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.asking_apart import asking_apart
@@ -295,7 +295,9 @@ class Prediction(Printable):
         at_start = placed(segments, events)
         alone = CachingAllocator(self.settings)
         replay(events[: first_step_start(events)], alone)
-        if not at_start or layout(at_start) == layout(alone.segments()):
+        has_bytes, taken_bytes = self.device.allocator_capacity_bytes, total_bytes(at_start)
+        is_too_small = has_bytes is not None and taken_bytes > has_bytes
+        if not at_start or is_too_small or layout(at_start) == layout(alone.segments()):
             return self
         return replace(self, at_start=at_start)
 
@@ -429,8 +431,10 @@ class Prediction(Printable):
             lines = [f"Does not fit. {peak}", f"Out of memory in {self.out_of_memory}"]
         elif self.fits_without_retry:
             lines = [f"Fits. {peak}"]
-        else:
+        elif self.step.num_alloc_retries:
             lines = [f"Fits, but the allocator must free its cache, which is slow. {peak}"]
+        else:
+            lines = [f"Fits, but the allocator must free its cache in the first steps. {peak}"]
         growth_bytes = self.trace.growth_bytes(self.batch_size)
         if self.step.stage is Stage.GENERATION and growth_bytes is not None:
             lines.append(f"Each token adds {format_bytes(growth_bytes)}.")

@@ -18,6 +18,7 @@ from memcallback.core.allocation_trace import (
     PhaseStart,
     StepEnd,
     StepStart,
+    first_step_end,
     first_step_start,
     not_freed,
 )
@@ -149,7 +150,7 @@ class _Replayer(Generic[_Block]):
     def run(self) -> None:
         """Replay all events; an OutOfMemoryError is noted in the result and raised."""
         windows = last_windows(self.events)
-        position = self.begin(windows[0].start if windows else len(self.events))
+        position = self.begin()
         for window in windows:
             self.play(position, window.start)
             before, num_earlier = list(self.alive), len(self.result.steps)
@@ -166,28 +167,33 @@ class _Replayer(Generic[_Block]):
             position = window.stop
         self.play(position, len(self.events))
 
-    def begin(self, stop: int) -> int:
+    def begin(self) -> int:
         """Replay to the first step, and past the blocks that are there then; where that is."""
-        position = first_step_start(self.events)
+        start = first_step_start(self.events)
         if not self.known:
-            self.play(0, position)
-            return position
-        there = {alloc.id for alloc in not_freed(self.events[:position])}
-        for place, event in enumerate(islice(self.events, stop)):
-            if not isinstance(event, Alloc) or not event.size_bytes:
+            self.play(0, start)
+            return start
+        there = {alloc.id for alloc in not_freed(self.events[:start])}
+        for place, event in enumerate(self.events[:start]):
+            if not isinstance(event, Alloc):
                 continue
             if event.id in self.known:
-                self.play(position, place)
-                self.hold(event, self.known[event.id])
-                position = max(position, place + 1)
-            elif place < position and event.id in there:
+                self.hold(event)
+            elif event.id in there:
                 self.play(place, place + 1)
-            elif place < position:
+            elif event.size_bytes:
                 self.result.block_bytes[event.id] = 0  # freed before the first step
+        position = start
+        for place, event in enumerate(self.events[start : first_step_end(self.events)], start):
+            if isinstance(event, Alloc) and event.id in self.known:
+                self.play(position, place)
+                self.hold(event)
+                position = place + 1
         return position
 
-    def hold(self, alloc: Alloc, block: _Block) -> None:
-        """Note an allocation that has been made."""
+    def hold(self, alloc: Alloc) -> None:
+        """Note an allocation that is there already."""
+        block = self.known[alloc.id]
         self.alive[alloc.id] = block
         self.result.block_bytes[alloc.id] = block.size_bytes
         if alloc.category in self.held:

@@ -100,7 +100,8 @@ def _replayed(
     start = last_step_start(events)
     sizes = replayed.block_bytes
     num_last = sum(
-        isinstance(event, Alloc) and sizes.get(event.id, 0) > 0 for event in events[start:]
+        isinstance(event, Alloc) and sizes.get(event.id, 0) > 0 and event.id not in known
+        for event in events[start:]
     )
     return _Replayed(replayed.block_bytes, allocator.history[-num_last:] if num_last else ())
 

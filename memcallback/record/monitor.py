@@ -17,7 +17,6 @@ from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
 from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
-from memcallback.prediction.allocator.at_start import Segment, read_segments
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
     device_or_error,
@@ -25,6 +24,7 @@ from memcallback.prediction.predict_or_warn import (
     predicted_modules,
 )
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.record.allocator_at_start import AllocatorAtStart
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
 from memcallback.record.publisher import Modules, Publisher, setup_of
@@ -38,7 +38,7 @@ from memcallback.report.report import Report, Setup
 from memcallback.report.tags import step_curves
 from memcallback.report.writers import Writers
 from memcallback.step.batch import infer_batch_size, warn_of_batch
-from memcallback.step.holdings import holdings, written_storages
+from memcallback.step.holdings import written_storages
 from memcallback.step.model import warn_of_devices
 from memcallback.step.training_step import TrainingStep
 
@@ -121,7 +121,7 @@ class Monitor:
         self._peaks = PeakHistory()
         device = recorder.meter.device
         #: What the allocator has as the training begins.
-        self._segments = _segments_of(recorder)
+        self._at_start = AllocatorAtStart(recorder) if settings.predict else None
         self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
         self._health: HealthMonitor | None = None
@@ -158,8 +158,10 @@ class Monitor:
             step = make_step()
             self._setup = self._setup_of(step)
             self._recorder.count_beside(step.beside().values())
+            batch = step.batch
         device, device_name = device_or_error(meter.device), meter.device_name
-        make, segments = make_step, self._segments
+        make, segments = make_step, self._at_start.segments(batch) if self._at_start else ()
+        self._at_start = None
 
         def work(say: Callable[[str], None]) -> tuple[StepPrediction | None, Any]:
             prediction = None
@@ -427,14 +429,3 @@ class Monitor:
         report = replace(report, ranks=self._ranks.steady, setup=self._setup)
         self.report = report = self._complete(report)
         return report
-
-
-def _segments_of(recorder: MemoryRecorder) -> tuple[Segment, ...]:
-    """What the CUDA allocator has; empty where it cannot be read."""
-    device = recorder.meter.device
-    if device.type == "cuda":
-        with suppress(Exception):  # other allocators have no snapshot; a training goes on
-            held = holdings(recorder.models, recorder.optimizers, None, device).storages
-            index = torch.cuda.current_device() if device.index is None else device.index
-            return read_segments(torch.cuda.memory_snapshot(), index, held)
-    return ()

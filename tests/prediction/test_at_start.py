@@ -7,6 +7,7 @@ from hand_made import prediction, traced_step
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memcallback.batch_size.estimate import suggest
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, StepStart
 from memcallback.core.types import Category
 from memcallback.core.units import GiB, KiB, MiB, format_bytes
@@ -185,9 +186,16 @@ def test_what_does_not_fit_beside_them_fits_after_a_retry():
     assert not found.fits_without_retry
 
 
+def test_a_retry_of_the_first_steps_alone_is_not_called_slow():
+    plain = prediction(64, device=GiB)
+    found = plain.begun_with([*MODEL, *[free(20 * MiB)] * 24])
+    assert found.verdict()[0].startswith("Fits, but the allocator must free its cache in the first")
+    assert plain.verdict()[0].startswith("Fits. ")
+
+
 def test_more_than_the_device_has_is_left_out():
     plain = prediction(16, device=GiB)
-    assert plain.begun_with([*MODEL, free(4 * GiB)]).steps == plain.steps
+    assert plain.begun_with([*MODEL, free(4 * GiB)]) is plain
 
 
 def test_a_process_with_the_model_alone_changes_nothing():
@@ -213,6 +221,44 @@ def test_memory_of_others_beside_the_model_is_taken_and_not_counted(size):
     assert {
         ours + size - theirs for ours, theirs in zip(found[0], with_others[0], strict=True)
     } == {0}
+
+
+def test_what_the_optimizer_has_and_the_trace_does_not_leaves_the_prediction_as_it_is():
+    state = Segment(False, (Part(4 * MiB, 4 * MiB, is_held=True), Part(16 * MiB)))
+    plain = prediction(16)
+    assert plain.begun_with([*MODEL, state, free(30 * MiB)]) is plain
+
+
+def test_a_workspace_that_a_later_step_makes_is_made_there():
+    traced = traced_step(16)
+    events = list(traced.trace.events)
+    place = len(events) - 3
+    workspace = Alloc(WORKSPACE, WORKSPACE_BYTES, 0, Category.WORKSPACE, "aten::addmm", "")
+    late = replace(traced, trace=AllocationTrace((*events[:place], workspace, *events[place:])))
+    there = Segment(False, (Part(WORKSPACE_BYTES, WORKSPACE_BYTES),))
+    plain = predicted(late)
+    found = plain.begun_with([*MODEL, there, free(30 * MiB)])
+    assert found.at_start[2:] == (free(30 * MiB),)
+    assert found.peak_allocated_bytes == plain.peak_allocated_bytes
+
+
+def test_what_the_first_step_makes_anew_counts_as_free():
+    segments, held = segments_at_start(after(traced_step(16), [3 * MiB], is_freed=False))
+    gradient = segments[0]["address"] + 4 * MiB
+    found = read_segments(segments, 0, held, {gradient})
+    assert found[0].parts == (Part(4 * MiB, 4 * MiB, is_held=True), Part(3 * MiB), Part(13 * MiB))
+
+
+def test_a_measured_step_that_what_ran_before_explains_raises_no_peak():
+    plain = prediction(16, device="RTX 3090")
+    found = plain.begun_with([*MODEL, free(10 * GiB)])
+    capacity_bytes = plain.device.capacity_bytes
+    advice, unexplained = (
+        suggest(predicted=one, measured=found.step, capacity_bytes=capacity_bytes)
+        for one in (found, plain)
+    )
+    assert advice.largest == plain.largest_batch_size
+    assert unexplained.largest < advice.largest / 10
 
 
 def test_a_model_that_is_not_there_yet_will_take_them():

@@ -52,16 +52,15 @@ def test_the_sanity_check_of_a_trainer(tmp_path, num_samples, precision):
     training.check_on_cuda(tmp_path, Restores(), precision=precision, **data)
 
 
-def loop(log_dir, batch):
-    """Three updates of a model of its own; what is predicted, and what is reserved."""
-    model = nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
-    optimizer = torch.optim.Adam(model.parameters())
+def trained(model, batch, optimizer=None, num_steps=3):
+    """What is predicted of a training, and its last step."""
+    optimizer = torch.optim.Adam(model.parameters()) if optimizer is None else optimizer
     step = mc.TrainingStep(
         model, batch, loss=lambda model, batch: model(batch).sum(), optimizer=optimizer
     )
     recorder = mc.MemoryRecorder(model, optimizer)
     with mc.MemoryLog(recorder, step, log_dir=None, wait_for_prediction=True) as log:
-        for _ in range(3):
+        for _ in range(num_steps):
             on_device = batch.cuda()
             with recorder.step(on_device):
                 optimizer.zero_grad()
@@ -73,29 +72,87 @@ def loop(log_dir, batch):
                     optimizer.step()
             del on_device, loss
         prediction = log.prediction
-    measured = recorder.steps[-1]
-    del model, optimizer, step, recorder, log
+    return prediction, recorder.steps[-1]
+
+
+def layers():
+    return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
+
+
+def loop(batch):
+    """A training with a model of its own."""
+    found = trained(layers(), batch)
     gc.collect()
-    return prediction, measured
+    return found
 
 
-def test_a_second_training_in_a_process(tmp_path):
+def test_a_second_training_in_a_process():
     empty_device()
-    first, measured = loop(tmp_path, torch.zeros(4096, 2048))
+    first, measured = loop(torch.zeros(4096, 2048))
     assert first.at_start == ()
     assert first.peak_reserved_bytes == measured.peak_reserved_bytes
-    second, measured = loop(tmp_path, torch.zeros(512, 2048))
+    second, measured = loop(torch.zeros(512, 2048))
     assert second.peak_reserved_bytes == measured.peak_reserved_bytes
     assert sum("something ran before" in caveat for caveat in second.caveats) == 1
     # For a process of its own it is the same as if nothing had been there.
     assert second.on("RTX 3090").peak_reserved_bytes < measured.peak_reserved_bytes / 1.5
 
 
-def test_an_allocator_that_has_no_snapshot(tmp_path, monkeypatch):
-    def fail():
+def test_an_allocator_that_has_no_snapshot(monkeypatch):
+    def fail(**_):
         raise RuntimeError("no snapshot")
 
     empty_device()
     monkeypatch.setattr(torch.cuda, "memory_snapshot", fail)
-    prediction, measured = loop(tmp_path, torch.zeros(512, 2048))
+    prediction, measured = loop(torch.zeros(512, 2048))
     assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_the_same_model_once_more(has_gradients, keeps_optimizer):
+    empty_device()
+    model = layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, torch.zeros(4096, 2048), optimizer)
+    if not has_gradients:
+        optimizer.zero_grad()
+    if not keeps_optimizer:
+        optimizer = torch.optim.Adam(model.parameters())
+    gc.collect()
+    prediction, measured = trained(model, torch.zeros(512, 2048), optimizer)
+    assert prediction.peak_allocated_bytes == measured.peak_allocated_bytes
+    assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
+
+
+def test_a_batch_on_the_device_that_all_steps_share():
+    empty_device()
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).cuda()
+    batch = torch.zeros(1024, 1024).cuda()
+    prediction, measured = trained(model, batch)
+    assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
+
+
+def test_a_recorded_history_is_not_read(monkeypatch):
+    read, calls = torch.cuda.memory_snapshot, []
+
+    def of_today(include_traces=True):
+        calls.append(include_traces)
+        return read()
+
+    def of_before():
+        calls.append("all")
+        return read()
+
+    empty_device()
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", of_today)
+    loop(torch.zeros(8, 2048))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", of_before)
+    loop(torch.zeros(8, 2048))
+    assert calls == [False, "all"]
+    torch.cuda.memory._record_memory_history(max_entries=10)
+    try:
+        loop(torch.zeros(8, 2048))
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    assert calls == [False, "all"]

@@ -11,7 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from memcallback.core.allocation_trace import Alloc, Event, first_step_start, not_freed
+from memcallback.core.allocation_trace import (
+    Alloc,
+    Event,
+    first_step_end,
+    first_step_start,
+    not_freed,
+)
 from memcallback.core.types import Category
 from memcallback.prediction.allocator.settings import SMALL_SIZE_BYTES
 
@@ -55,6 +61,11 @@ class Segment:
         return not any(part.requested_bytes for part in self.parts)
 
 
+def total_bytes(segments: Iterable[Segment]) -> int:
+    """What segments take together."""
+    return sum(segment.size_bytes for segment in segments)
+
+
 def layout(segments: Iterable[Segment]) -> list[tuple[bool, tuple[tuple[int, bool], ...]]]:
     """How segments are divided, whoever the blocks belong to and wherever the segments lie."""
     return sorted(
@@ -67,7 +78,10 @@ def layout(segments: Iterable[Segment]) -> list[tuple[bool, tuple[tuple[int, boo
 
 
 def read_segments(
-    snapshot: Iterable[Mapping[str, Any]], device_index: int, held: Collection[int]
+    snapshot: Iterable[Mapping[str, Any]],
+    device_index: int,
+    held: Collection[int],
+    made_anew: Collection[int] = (),
 ) -> tuple[Segment, ...]:
     """The segments of a device's default stream.
 
@@ -75,6 +89,7 @@ def read_segments(
         snapshot: As `torch.cuda.memory_snapshot` gives it.
         device_index: The device.
         held: The addresses of the storages of model and optimizers.
+        made_anew: Those of storages that the first step allocates anew: they count as free.
     """
     found = []
     for segment in snapshot:
@@ -84,7 +99,7 @@ def read_segments(
             continue
         address, parts = segment["address"], []
         for block in segment["blocks"]:
-            is_free = block["state"] == "inactive"
+            is_free = block["state"] == "inactive" or address in made_anew
             requested_bytes = 0 if is_free else block["requested_size"]
             parts.append(Part(block["size"], requested_bytes, not is_free and address in held))
             address += block["size"]
@@ -95,9 +110,10 @@ def read_segments(
 def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segment, ...]:
     """The segments that a training uses, with the ids of its allocations.
 
-    Those are what it has before its first step, and workspaces that it makes and keeps: cuBLAS has
-    them already if it ran before. Empty if the model does not lie in the segments, as before it is
-    moved to the device. Segments with memory of others alone are left out.
+    Those are what it has before its first step, and workspaces that its first step makes and keeps:
+    cuBLAS has them already if it ran before. Empty if model and optimizers are not all that lies in
+    the segments for them, as before the model is moved to the device. Segments with memory of
+    others alone are left out.
     """
     if not segments:
         return ()
@@ -114,7 +130,13 @@ def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segmen
     found = [_with_ids(segment, wanted, is_held=True) for segment in bare]
     # The counters of metrics, buckets of gradients: what neither model nor optimizer holds.
     found = [_with_ids(segment, wanted, is_held=False) for segment in found]
-    if any(ids and size_bytes > SMALL_SIZE_BYTES for size_bytes, ids in wanted.items()):
+    is_unknown = any(
+        part.is_held and part.id is None and part.requested_bytes > SMALL_SIZE_BYTES
+        for segment in found
+        for part in segment.parts
+    )
+    is_elsewhere = any(ids and size_bytes > SMALL_SIZE_BYTES for size_bytes, ids in wanted.items())
+    if is_unknown or is_elsewhere:
         return ()
     workspaces: defaultdict[int, list[int]] = defaultdict(list)
     for alloc in _workspaces(events):
@@ -142,9 +164,10 @@ def _with_ids(segment: Segment, wanted: Mapping[int, list[int]], *, is_held: boo
 
 
 def _workspaces(events: Sequence[Event]) -> Iterator[Alloc]:
-    """The workspaces on the default stream that are never freed: those of cuBLAS."""
+    """The workspaces of the first step on the default stream that are never freed: cuBLAS's."""
+    first = {event.id for event in events[: first_step_end(events)] if isinstance(event, Alloc)}
     return (
         alloc
         for alloc in not_freed(events)
-        if alloc.category is Category.WORKSPACE and not alloc.stream
+        if alloc.category is Category.WORKSPACE and not alloc.stream and alloc.id in first
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
-from memcallback.prediction.allocator.at_start import Part, Segment
+from memcallback.prediction.allocator.at_start import Part, Segment, total_bytes
 from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice
 from memcallback.prediction.allocator.expandable import ExpandablePool
 from memcallback.prediction.allocator.settings import (
@@ -146,10 +146,10 @@ class CachingAllocator:
     def adopt(self, segments: Sequence[Segment]) -> dict[int, Block]:
         """Take over segments, before the first allocation; nothing if they are too large.
 
-        Returns the blocks whose parts have an id, by it. Other blocks in use are not counted as
-        allocated: they belong to others.
+        Returns the blocks whose parts have an id, by it. Other blocks in use belong to others, and
+        `allocated_bytes` leaves them out.
         """
-        if not self._device.has_room(sum(segment.size_bytes for segment in segments)):
+        if not self._device.has_room(total_bytes(segments)):
             return {}
         free: list[Block] = []
         found: dict[int, Block] = {}
@@ -166,7 +166,9 @@ class CachingAllocator:
                 if part.id is not None:
                     self._activate(block, part.requested_bytes)
                     found[part.id] = block
-                elif not part.requested_bytes:
+                elif part.requested_bytes:
+                    block.is_allocated = True
+                else:
                     free.append(block)
                 block = rest or block
         for block in free:
