@@ -18,7 +18,7 @@ STRATEGIES = ("ddp", "fsdp", "model_parallel")
 COMPILED = "ddp, compiled"
 
 
-def run(rank, world_size, folder, name, port):
+def run(rank, world_size, folder, name, port, validates=False):
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -46,12 +46,21 @@ def run(rank, world_size, folder, name, port):
         def training_step(self, batch, batch_idx):
             return loss_of(self.net, batch)
 
+        def validation_step(self, batch, batch_idx):
+            self.kept = getattr(self, "kept", []) + [self.net(batch[0])]
+
+        def on_validation_epoch_end(self):
+            self.kept.clear()
+
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
         def train_dataloader(self):
             tokens = torch.zeros(NUM_STEPS * BATCH_SIZE * world_size, LENGTH, dtype=torch.int64)
             return DataLoader(TensorDataset(tokens, tokens), BATCH_SIZE)
+
+        def val_dataloader(self):
+            return self.train_dataloader() if validates else []
 
     class Waits(Callback):
         def on_train_batch_end(self, *args):
