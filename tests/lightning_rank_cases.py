@@ -47,7 +47,7 @@ def run(rank, world_size, folder, name, port, validates=False):
             return loss_of(self.net, batch)
 
         def validation_step(self, batch, batch_idx):
-            self.kept = getattr(self, "kept", []) + [self.net(batch[0])]
+            self.kept = [*getattr(self, "kept", []), self.net(batch[0])]
 
         def on_validation_epoch_end(self):
             self.kept.clear()

@@ -83,14 +83,9 @@ def read_segments(
     held: Collection[int],
     made_anew: Collection[int] = (),
 ) -> tuple[Segment, ...]:
-    """The segments of a device's default stream.
-
-    Args:
-        snapshot: As `torch.cuda.memory_snapshot` gives it.
-        device_index: The device.
-        held: The addresses of the storages of model and optimizers.
-        made_anew: Those of storages that the first step allocates anew: they count as free.
-    """
+    """The segments of a device's default stream; what is at addresses `made_anew` counts as free."""
+    # `snapshot` is as `torch.cuda.memory_snapshot` gives it. `held` are the addresses of the
+    # storages of model and optimizers, `made_anew` of those that the first step allocates.
     found = []
     for segment in snapshot:
         # Others belong to side streams, to CUDA graphs and to pools of the user's own.
