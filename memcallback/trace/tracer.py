@@ -15,10 +15,10 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.types import Stage
 from memcallback.cuda.decompositions.registry import registered
-from memcallback.step.copies.fakes import untouched_globals
 from memcallback.step.copies.functions import (
     untouched_variables,
 )
+from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.ranks import Ranks, newer_torch_needed
