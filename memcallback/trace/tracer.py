@@ -125,7 +125,11 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
     """Trace with the largest possible shapes, else with known ones; compiled, else not."""
     result, mode, code = _attempt(request, rank)
-    if isinstance(result, PredictionError) and mode.open_shapes and not request.takes_known_shapes:
+    if (
+        isinstance(result, PredictionError)
+        and mode.placeholders.open_shapes
+        and not request.takes_known_shapes
+    ):
         # Code that counts on the true shape fails on the largest one.
         known, _, _ = _attempt(replace(request, takes_known_shapes=True), rank)
         if not isinstance(known, PredictionError):
