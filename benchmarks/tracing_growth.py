@@ -36,7 +36,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from memcallback import TrainingStep, format_bytes
 from memcallback.devices.catalogue import DeviceSpec, find_device
-from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.objects import fake_copy
 from memcallback.trace.request import TraceRequest
 from memcallback.trace.tracer import trace
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
-from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.objects import fake_copy
 
 
 class Maker:

@@ -10,7 +10,7 @@ import torch
 
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import described
-from memcallback.step.copies.fakes import untouched_globals
+from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.step import Step
 
 #: Most buckets into which lengths are sorted; nobody reads more batch sizes.

@@ -15,14 +15,8 @@ from memcallback.core.allocation_trace import AllocationTrace
 from memcallback.core.kernel import AllocationSource, Kernel, KernelCall
 from memcallback.core.validation import whole_number
 from memcallback.trace.growth import traced_id
-from memcallback.trace.traced_step import (
-    SAMPLES,
-    TracedStep,
-    event_text,
-    is_same,
-    item_of,
-    item_text,
-)
+from memcallback.trace.items import event_text, is_same, item_of, item_text
+from memcallback.trace.traced_step import SAMPLES, TracedStep
 
 #: Begins the caveat that says why other batch sizes are unknown.
 ONLY = "Only batch size"

@@ -18,7 +18,8 @@ from math import gcd, lcm, prod
 from memcallback.core.kernel import KernelCall
 from memcallback.core.validation import whole_number
 from memcallback.prediction.batch_trace import BatchTrace
-from memcallback.trace.traced_step import TracedStep, event_text, is_same, item_of, item_text
+from memcallback.trace.items import event_text, is_same, item_of, item_text
+from memcallback.trace.traced_step import TracedStep
 
 #: Lengths stay as they are modulo this where they can: CUDA's attention kernels pad to it.
 _ALIGNMENT = 8

@@ -11,7 +11,7 @@ from torch import nn
 
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import described, whole_number
-from memcallback.step.copies.fakes import copy_with
+from memcallback.step.copies.objects import copy_with
 from memcallback.step.loss import Loss, wrong_with_loss
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from memcallback.core.module_table import ModuleInfo
 from memcallback.cuda.decompositions.rnn import flatten_rnn_weights
 from memcallback.step.beside import plain_tensors
-from memcallback.step.copies.fakes import fake_copy
 from memcallback.step.copies.functions import optimizers_in_hooks
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.optimizers import (
     fill_history,
     moved_to,

@@ -133,7 +133,7 @@ class TraceMarks:
 
     def _assumed_shape(self) -> str:
         """The operators that got the largest possible shape, on which other code may fail."""
-        operators = dict.fromkeys(self._mode.open_shapes)
+        operators = dict.fromkeys(self._mode.placeholders.open_shapes)
         if not operators:
             return ""
         return (
@@ -308,7 +308,9 @@ class TraceMarks:
     def here(self) -> Place:
         """What was recorded so far."""
         mode = self._mode
-        return Place(self._ledger.here(), mode.num_flops, mode.sent_bytes, mode.bounds.num_asked)
+        return Place(
+            self._ledger.here(), mode.num_flops, mode.sent_bytes, mode.placeholders.bounds.num_asked
+        )
 
     def repeat(self, earlier: Place, last: Place, times: int) -> bool:
         """Repeat what was recorded since `last` if it is as what is before; whether it is."""
@@ -317,7 +319,7 @@ class TraceMarks:
         mode = self._mode
         mode.num_flops += times * (mode.num_flops - last.num_flops)
         mode.sent_bytes += times * (mode.sent_bytes - last.sent_bytes)
-        mode.bounds.repeat(last.num_bounds, times)
+        mode.placeholders.bounds.repeat(last.num_bounds, times)
         return True
 
     @contextmanager

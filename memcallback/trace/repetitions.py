@@ -9,8 +9,9 @@ from itertools import pairwise
 from memcallback.core.allocation_trace import Alloc, Free
 from memcallback.core.kernel import KernelCall
 from memcallback.trace.growth import NUM_COMPARED, NUM_MORE, Growth
+from memcallback.trace.items import is_same, item_text
 from memcallback.trace.marks import Repeated
-from memcallback.trace.traced_step import Item, TracedStep, is_same, item_text
+from memcallback.trace.traced_step import Item, TracedStep
 
 #: Events of repetitions that were not traced, at most: as many as are replayed in seconds.
 _MAX_EVENTS = 1_000_000

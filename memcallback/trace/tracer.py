@@ -15,10 +15,10 @@ from memcallback.core.errors import PredictionError
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.types import Stage
 from memcallback.cuda.decompositions.registry import registered
-from memcallback.step.copies.fakes import untouched_globals
 from memcallback.step.copies.functions import (
     untouched_variables,
 )
+from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.ranks import Ranks, newer_torch_needed
@@ -125,7 +125,11 @@ def _trace_rank(request: TraceRequest, ranks: Ranks) -> TracedStep:
 def _trace(request: TraceRequest, rank: _Rank | None = None) -> TracedStep | Irregular:
     """Trace with the largest possible shapes, else with known ones; compiled, else not."""
     result, mode, code = _attempt(request, rank)
-    if isinstance(result, PredictionError) and mode.open_shapes and not request.takes_known_shapes:
+    if (
+        isinstance(result, PredictionError)
+        and mode.placeholders.open_shapes
+        and not request.takes_known_shapes
+    ):
         # Code that counts on the true shape fails on the largest one.
         known, _, _ = _attempt(replace(request, takes_known_shapes=True), rank)
         if not isinstance(known, PredictionError):

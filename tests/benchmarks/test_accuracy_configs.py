@@ -15,7 +15,7 @@ from accuracy_comparison import figures, summarise
 from accuracy_configs import CONFIGS, OPTIMIZERS
 from models.workloads import WORKLOADS
 
-from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.step import AUTOCAST
 
 

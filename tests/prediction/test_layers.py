@@ -21,7 +21,7 @@ from zoo import (
 import memcallback as mc
 from memcallback.prediction.textbook.layer_table import Layer, LayerTable
 from memcallback.prediction.textbook.shape_pass import layers, shape_pass
-from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.objects import fake_copy
 
 
 def row(table: LayerTable, name: str) -> Layer:

@@ -19,8 +19,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import memcallback
-from memcallback.step.copies import fakes
-from memcallback.step.copies.fakes import fake_copy, untouched_globals
+from memcallback.step.copies import objects
+from memcallback.step.copies.modes import untouched_globals
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import resize_batch
 
 PETABYTE = 10**15
@@ -301,7 +302,7 @@ def test_every_device_that_a_module_remembers_becomes_the_cpu(mode):
 
 def test_lightning_is_not_imported():
     code = (
-        "import sys, memcallback.step.copies.fakes; sys.exit(any(name.split('.')[0] in "
+        "import sys, memcallback.step.copies.objects; sys.exit(any(name.split('.')[0] in "
         "('lightning', 'pytorch_lightning') for name in sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(memcallback.__file__).parents[1])}
@@ -343,9 +344,9 @@ def test_a_random_generator_is_copied_with_its_state_and_goes_its_own_way(mode):
 def test_in_a_process_of_its_own_large_plain_data_is_shared_and_looked_through_once(
     mode, monkeypatch
 ):
-    monkeypatch.setattr(fakes, "is_in_child", lambda: True)
-    looked, is_plain = [], fakes._is_plain
-    monkeypatch.setattr(fakes, "_is_plain", lambda one: looked.append(one) or is_plain(one))
+    monkeypatch.setattr(objects, "is_in_child", lambda: True)
+    looked, is_plain = [], objects._is_plain
+    monkeypatch.setattr(objects, "_is_plain", lambda one: looked.append(one) or is_plain(one))
     module = nn.Linear(2, 2)
     module.rows = [(number, str(number)) for number in range(20_000)]
     for _ in range(3):
@@ -357,7 +358,7 @@ def test_in_a_process_of_its_own_large_plain_data_is_shared_and_looked_through_o
 
 
 def test_a_large_container_that_gets_a_tensor_is_copied(mode, monkeypatch):
-    monkeypatch.setattr(fakes, "is_in_child", lambda: True)
+    monkeypatch.setattr(objects, "is_in_child", lambda: True)
     module = nn.Linear(2, 2)
     module.bank = [None] * 20_000
     assert fake_copy(module, mode).bank is module.bank

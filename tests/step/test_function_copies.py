@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memcallback.step.copies.fakes import fake_copy
 from memcallback.step.copies.functions import untouched_variables
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import resize_batch
 
 

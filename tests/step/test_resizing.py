@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memcallback.step.batch import infer_batch_size
-from memcallback.step.copies.fakes import fake_copy
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import has_samples, resize_batch
 
 Pair = namedtuple("Pair", ["x", "y"])

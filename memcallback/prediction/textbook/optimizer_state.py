@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memcallback.core.torch_private import storage_id, tree_leaves
-from memcallback.step.copies.fakes import copy_with
+from memcallback.step.copies.objects import copy_with
 from memcallback.step.copies.optimizers import optimizer_from, optimizer_parts
 
 

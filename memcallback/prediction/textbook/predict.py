@@ -21,8 +21,9 @@ from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
 from memcallback.prediction.textbook.layer_table import LayerTable
 from memcallback.prediction.textbook.optimizer_state import optimizer_state_bytes
 from memcallback.prediction.textbook.shape_pass import shape_pass
-from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
+from memcallback.step.copies.modes import untouched_globals
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.holdings import holdings
 from memcallback.step.training_step import TrainingStep

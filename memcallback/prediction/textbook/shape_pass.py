@@ -21,8 +21,9 @@ from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.textbook.layer_recorder import FunctionRows, LayerRecorder
 from memcallback.prediction.textbook.layer_table import LayerTable
-from memcallback.step.copies.fakes import fake_copy, untouched_globals
 from memcallback.step.copies.functions import untouched_variables
+from memcallback.step.copies.modes import untouched_globals
+from memcallback.step.copies.objects import fake_copy
 
 
 def layers(

@@ -1,10 +1,14 @@
-"""without_modes(): sets aside the user's own dispatch and function modes."""
+"""Global state that a run on fakes leaves alone: the user's own modes, and random generators."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from memcallback.core.torch_private import (
     DeviceContext,
@@ -14,6 +18,35 @@ from memcallback.core.torch_private import (
     pop_function_mode,
     push_function_mode,
 )
+
+
+@contextmanager
+def untouched_globals() -> Iterator[None]:
+    """Restore random generators, set modes aside, keep `torch.compile` from compiling for fakes.
+
+    Covers Python's `random`, NumPy's global generator if NumPy is imported, and PyTorch's CPU
+    generator. Enter it outside of any fake mode: inside, the generator's state would be a fake.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    torch_state = torch.get_rng_state()
+    try:
+        with _eager(), without_modes():
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+
+
+def _eager() -> AbstractContextManager[object]:
+    # Nothing is compiled before dynamo is imported, and importing it takes about a second.
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from memcallback.core.tensors import (
     walk,
 )
 from memcallback.core.torch_private import FakeTensor
-from memcallback.step.copies.fakes import copy_with
 from memcallback.step.copies.known import resized_values, set_values
+from memcallback.step.copies.objects import copy_with
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")

@@ -1,9 +1,12 @@
-"""Write the allocations of a CUDA operator into the ledger."""
+"""KernelWriter: writes the allocations of CUDA operators into the ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+import torch
 
 from memcallback.core.kernel import (
     AllocTemp,
@@ -20,10 +23,15 @@ from memcallback.cuda.kernels.matrix import (
     uses_cublaslt,
     uses_cublaslt_alone,
 )
-from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.op_call import OpCall, dense_bytes
 from memcallback.cuda.rules import kernel_rule
+from memcallback.trace.dispatch.collectives import temporary_bytes
 from memcallback.trace.dispatch.entries import Entry
+from memcallback.trace.dispatch.in_place import IN_PLACE
 from memcallback.trace.dispatch.ledger import Ledger
+from memcallback.trace.dispatch.placement import Placement
+
+_aten = torch.ops.aten
 
 
 class KernelWriter:
@@ -34,14 +42,58 @@ class KernelWriter:
     (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._is_in_backward = False
         self._workspaces: dict[tuple[str, bool, int], Entry] = {}
         #: What each rule gives for so many outputs, as it is and completed.
         self._kernels: dict[tuple[KernelRule, int], tuple[Kernel, Kernel]] = {}
 
-    def write(
-        self, ledger: Ledger, call: OpCall, name: str, node: int, *, is_backward: bool
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Run a backward pass inside, for which CUDA has a thread of its own."""
+        before, self._is_in_backward = self._is_in_backward, True
+        try:
+            yield
+        finally:
+            self._is_in_backward = before
+
+    def record(self, ledger: Ledger, call: OpCall, node: int) -> None:
+        """Record what an operator allocates, on the device or on the host."""
+        name = call.operator
+        unknown = [tensor for tensor in call.outputs if ledger.find(tensor) is None]
+        if unknown and self._placement.makes_host(call):
+            is_meta = self._placement.makes_meta(call)
+            for tensor in unknown:
+                ledger.add(tensor, None, name, is_host=True).is_meta = is_meta
+        else:
+            if moment_bytes := temporary_bytes(name, call.args):
+                ledger.free(ledger.alloc_temp(moment_bytes, Category.TEMPORARY, name))
+            copies = [
+                ledger.alloc_temp(dense_bytes(index), Category.TEMPORARY, name)
+                for index in self._placement.host_indices(call)
+            ]
+            self._write(ledger, call, name, node)
+            for copy in copies:
+                ledger.free(copy)
+        if call.op is _aten.resize_.default:
+            storage = call.outputs[0].untyped_storage()
+            entry = ledger.find(call.outputs[0])
+            is_changed = entry is not None and entry.size_bytes != storage.nbytes()
+            if entry is not None and not entry.is_host and is_changed:
+                ledger.resize(storage)
+
+    def record_in_place(
+        self, ledger: Ledger, call: OpCall, reused: torch.Tensor, node: int
     ) -> None:
+        """Record an operator that CUDA runs in place, in the allocation of `reused`."""
+        called, args = IN_PLACE.get(call.op, call.op), call.args
+        if called is _aten._index_put_impl_.default:
+            args = (*args, True)  # indices that were right in the forward pass are not checked
+        in_place = OpCall(called, args, call.kwargs, call.card, [reused])
+        self._write(ledger, in_place, call.operator, node)
+
+    def _write(self, ledger: Ledger, call: OpCall, name: str, node: int) -> None:
         """Write the temporaries of a call, and those outputs that the ledger does not know."""
         rule = kernel_rule(call)
         tensors = call.outputs
@@ -52,7 +104,7 @@ class KernelWriter:
         for step in whole:
             if isinstance(step, OpenBlasHandles):
                 if step in steps or uses_cublas(call):
-                    handles = list(self._opened(ledger, call, name, is_backward=is_backward))
+                    handles = list(self._opened(ledger, call, name))
             elif isinstance(step, AllocTemp):
                 temps.append(ledger.alloc_temp(step.size_bytes, step.category, name, step.fallback))
             elif isinstance(step, FreeTemp):
@@ -76,14 +128,12 @@ class KernelWriter:
         return kernels
 
     def close_handles(self, ledger: Ledger) -> None:
-        """Free all workspaces (`torch._C._cuda_clearCublasWorkspaces`)."""
+        """Free all workspaces (`torch._C._cuda_clearCublasWorkspaces`); products open new ones."""
         for entry in self._workspaces.values():
             ledger.free(entry)
         self._workspaces.clear()
 
-    def _opened(
-        self, ledger: Ledger, call: OpCall, name: str, *, is_backward: bool
-    ) -> Iterator[Entry]:
+    def _opened(self, ledger: Ledger, call: OpCall, name: str) -> Iterator[Entry]:
         """Open the handles that a matrix product needs, and give the new workspaces."""
         needed = {}
         if not uses_cublaslt_alone(call):
@@ -91,7 +141,7 @@ class KernelWriter:
         if uses_cublaslt(call) and call.device.cublaslt_workspace == "each handle":
             needed["cuBLASLt"] = call.device.cublaslt_workspace_bytes
         for library, workspace_bytes in needed.items():
-            handle = (library, is_backward, ledger.stream)
+            handle = (library, self._is_in_backward, ledger.stream)
             if handle not in self._workspaces:
                 entry = ledger.alloc(workspace_bytes, Category.WORKSPACE, name)
                 self._workspaces[handle] = entry

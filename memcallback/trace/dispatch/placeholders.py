@@ -10,10 +10,15 @@ from typing import Any
 import torch
 
 from memcallback.core.tensors import dense_parts, sparse_tensor
+from memcallback.core.types import Phase
 from memcallback.cuda.op_call import OpCall
 from memcallback.trace.dispatch.entries import Entry
+from memcallback.trace.dispatch.ledger import Ledger
+from memcallback.trace.dispatch.values import KnownValues
 
 _aten = torch.ops.aten
+_LARGEST = "{} has a shape that depends on values: the largest possible was assumed."
+_OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken."
 
 
 class NoPlaceholder(NotImplementedError):
@@ -45,7 +50,86 @@ _COMBINATIONS: dict[Any, Callable[..., bool]] = {
 }
 
 
-def placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float | complex:
+class Bounds:
+    """Chooses min(growing, fixed) in the first trace of a step and keeps that choice.
+
+    So sizes stay linear in the batch size, and remain upper bounds at other batch sizes.
+    """
+
+    def __init__(self) -> None:
+        self._is_growing: list[bool] = []
+        self.num_asked = 0
+
+    def restart(self) -> int:
+        """Begin a trace; return how many choices earlier ones made."""
+        self.num_asked = 0
+        return len(self._is_growing)
+
+    def forget(self, num_chosen: int) -> None:
+        """Keep so many choices only: a trace failed, and another one may make others."""
+        del self._is_growing[num_chosen:]
+
+    def repeat(self, start: int, times: int) -> None:
+        """Take the choices since `start` so many times again, as the trace does."""
+        choices = self._is_growing[start : self.num_asked]
+        if self.num_asked == len(self._is_growing):
+            self._is_growing += choices * times
+        self.num_asked += times * len(choices)
+
+    def smaller(self, growing: int, fixed: int) -> int:
+        """Return min(growing, fixed) in the first trace, and the same choice in later ones."""
+        if self.num_asked == len(self._is_growing):
+            self._is_growing.append(growing < fixed)
+        self.num_asked += 1
+        return growing if self._is_growing[self.num_asked - 1] else fixed
+
+
+class Placeholders:
+    """What is taken for the values that fakes do not have: known ones, else placeholders.
+
+    Attributes:
+        bounds: Choices that all traces of a step share.
+        open_shapes: The operators for whose results the largest possible shape was taken.
+    """
+
+    def __init__(self, values: KnownValues, bounds: Bounds, assumed: dict[str, None]) -> None:
+        self._values, self._assumed = values, assumed
+        self.bounds = bounds
+        self.open_shapes: list[str] = []
+
+    def value(self, call: OpCall, ledger: Ledger) -> object:
+        """What an operator reads from a tensor."""
+        known = self._values.read(call)
+        if known is not None:
+            return known
+        value = _placeholder_value(call, ledger.find(call.args[0]))
+        # The optimizer reads counts of steps, and the scaler's search for infinities.
+        if ledger.phase is not Phase.OPTIMIZER_STEP:
+            self._assumed[
+                f"The step's code reads a value of a tensor, which is unknown here: {value!r} was "
+                f"assumed ({call.operator})."
+            ] = None
+        return value
+
+    def result(self, call: OpCall) -> Any:
+        """The largest result of an operator with an open shape, else that of known values."""
+        known = self._values.shaped(call) if self._values.decide_shapes else None
+        if known is not None:
+            self._assumed[_OF_THIS_BATCH.format(call.operator)] = None
+            return known
+        try:
+            result = _placeholder_result(call, self.bounds)
+        except NoPlaceholder:
+            result = self._values.shaped(call)
+            if result is None:
+                raise
+            return result
+        self._assumed[_LARGEST.format(call.operator)] = None
+        self.open_shapes.append(call.operator)
+        return result
+
+
+def _placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float | complex:
     """The placeholder for a value read from a tensor: its known truth value, else 0 or 1.
 
     It is 1 for a count on the host.
@@ -100,41 +184,7 @@ def _number(tensor: torch.Tensor, entry: Entry | None) -> bool | int | float | c
     return float(value) if tensor.is_floating_point() else value
 
 
-class Bounds:
-    """Chooses min(growing, fixed) in the first trace of a step and keeps that choice.
-
-    So sizes stay linear in the batch size, and remain upper bounds at other batch sizes.
-    """
-
-    def __init__(self) -> None:
-        self._is_growing: list[bool] = []
-        self.num_asked = 0
-
-    def restart(self) -> int:
-        """Begin a trace; return how many choices earlier ones made."""
-        self.num_asked = 0
-        return len(self._is_growing)
-
-    def forget(self, num_chosen: int) -> None:
-        """Keep so many choices only: a trace failed, and another one may make others."""
-        del self._is_growing[num_chosen:]
-
-    def repeat(self, start: int, times: int) -> None:
-        """Take the choices since `start` so many times again, as the trace does."""
-        choices = self._is_growing[start : self.num_asked]
-        if self.num_asked == len(self._is_growing):
-            self._is_growing += choices * times
-        self.num_asked += times * len(choices)
-
-    def smaller(self, growing: int, fixed: int) -> int:
-        """Return min(growing, fixed) in the first trace, and the same choice in later ones."""
-        if self.num_asked == len(self._is_growing):
-            self._is_growing.append(growing < fixed)
-        self.num_asked += 1
-        return growing if self._is_growing[self.num_asked - 1] else fixed
-
-
-def placeholder_result(call: OpCall, bounds: Bounds) -> Any:
+def _placeholder_result(call: OpCall, bounds: Bounds) -> Any:
     """The largest possible result of an operator with a value-dependent shape."""
     if call.op is _aten._coalesce.default:
         return _coalesce(call.args[0], bounds)

@@ -22,12 +22,17 @@ _INDEXED = frozenset(
         _aten._index_put_impl_.default,
     }
 )
-
-
 #: Products of matrices and vectors.
 _PRODUCTS = frozenset(
     getattr(_aten, name).default
     for name in ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+)
+#: The caveat of a product of matrices on the host and on the device.
+MIXED = (
+    "{} takes a matrix on the host and one on the device, which is an error on a CUDA device. The "
+    "matrix on the host was not counted. Move it to the device in the step. If your program has it "
+    "on the device already when the step begins, name the module that has it: "
+    "TrainingStep(..., also=[...])."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from memcallback.core.torch_private import (
     schema_of,
     sequence_nr,
 )
-from memcallback.cuda.op_call import OpCall
+from memcallback.cuda.op_call import OpCall, dense_bytes
+from memcallback.trace.dispatch.in_place import InPlace
+from memcallback.trace.dispatch.ledger import Ledger
 
 
 class ReplayedViews:
@@ -28,7 +31,8 @@ class ReplayedViews:
     `permute`, is left alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: InPlace) -> None:
+        self._in_place = in_place
         #: The tensor that the next operator is replayed on, and the layout of the view.
         self._replayed: tuple[weakref.ref[torch.Tensor], tuple[object, ...]] | None = None
         #: The numbers of the nodes, and that of the node that runs.
@@ -56,10 +60,22 @@ class ReplayedViews:
         ):
             self._replayed = weakref.ref(base_of(first)), _layout(first)
 
-    def has_copied(self, call: OpCall, node: Any) -> bool:
+    def instead(self, call: OpCall, node: Any, ledger: Ledger) -> Callable[..., Any] | None:
+        """What runs instead of a view of a gradient that autograd copies; None for the view."""
+        if not self._nodes or not self._has_copied(call, node):
+            return None
+        gradient: Any = call.args[0]
+        storage = gradient.untyped_storage()
+        if storage.nbytes() != dense_bytes(gradient) or not self._in_place.is_last_view(
+            gradient, call.op
+        ):
+            return lambda *args, **kwargs: call.op(_copied(args[0]), *args[1:], **kwargs)
+        # The view of a copy would be one of the gradient for autograd, and so keep it.
+        ledger.replace(storage, "aten::new_zeros", sequence_nr(node))
+        return None
+
+    def _has_copied(self, call: OpCall, node: Any) -> bool:
         """Whether a node copies its gradient, of which this operator, its first one, is a view."""
-        if not self._nodes:
-            return False
         before, self._running = self._running, None if node is None else sequence_nr(node)
         return (
             self._running in self._nodes
@@ -69,7 +85,7 @@ class ReplayedViews:
         )
 
 
-def copied(gradient: torch.Tensor) -> torch.Tensor:
+def _copied(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in new zeros, as `as_strided_backward` has it."""
     return gradient.new_zeros(gradient.shape).copy_(gradient)
 

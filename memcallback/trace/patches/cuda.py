@@ -272,7 +272,7 @@ def _backward(mode: TraceMode, functions: CudaFunctions, streams: Streams) -> Ca
         with functions.user_code(), streams.kept():
             if not backward_has_own_thread():
                 return original(*args, **kwargs)
-            with mode.in_backward():
+            with mode.kernels.in_backward():
                 return nodes.run(original, *args, **kwargs)
 
     return run

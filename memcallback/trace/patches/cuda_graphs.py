@@ -265,7 +265,7 @@ class GraphTree:
                 self._generators.append(value)
                 self._make_seeds()
         inputs.clear()
-        self._mode.close_blas_handles()
+        self._mode.kernels.close_handles(self._mode.ledger)
         self._mode.ledger.empty_cache()
         num_flops = self._mode.num_flops
         self._mode.is_capturing = True
@@ -357,10 +357,10 @@ class GraphTree:
     @contextmanager
     def _in_pool(self) -> Iterator[None]:
         """Allocate in the pool inside; workspaces of cuBLAS are freed before and after."""
-        self._mode.close_blas_handles()
+        self._mode.kernels.close_handles(self._mode.ledger)
         with self._on_stream(GRAPH_POOL):
             yield
-        self._mode.close_blas_handles()
+        self._mode.kernels.close_handles(self._mode.ledger)
 
     @contextmanager
     def _on_stream(self, stream: int) -> Iterator[None]:

@@ -23,7 +23,7 @@ from memcallback.integrations.lightning.trainer.package import (
     write_nowhere_else,
 )
 from memcallback.report.console import FULL, Console
-from memcallback.step.copies.fakes import untouched_globals
+from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.lightning_private import (
     end_of_fit,
     forget_loaders,

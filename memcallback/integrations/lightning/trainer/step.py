@@ -15,7 +15,8 @@ from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.core.torch_private import FakeTensorMode
 from memcallback.step.batch import infer_batch_size, last_batch_size
 from memcallback.step.beside import modules_held_by
-from memcallback.step.copies.fakes import fake_copy, untouched_globals
+from memcallback.step.copies.modes import untouched_globals
+from memcallback.step.copies.objects import fake_copy
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
 from memcallback.step.model import is_sharded
 from memcallback.step.ranks import Ranks, in_ddp, ranks_of
