@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.errors import fail_safe
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
@@ -33,7 +33,7 @@ from memcallback.integrations.huggingface_step import (
     training_step_here,
     wrapped_by_trainer,
 )
-from memcallback.integrations.worst_moment import shortage, worst_moment
+from memcallback.integrations.worst_moment import note_worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
@@ -342,10 +342,9 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor = self._monitor
         if monitor is None or evaluation is None or not isinstance(prediction, Prediction):
             return
-        monitor.notes = (*monitor.notes, worst_moment(prediction, evaluation, "evaluation"))
-        if reason := shortage(evaluation, self._settings.capacity_bytes, "evaluation"):
-            monitor.notes = (*monitor.notes, reason)
-            warn_and_go_on(reason)
+        note_worst_moment(
+            monitor, prediction, evaluation, self._settings.capacity_bytes, "evaluation"
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""
