@@ -5,35 +5,24 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.errors import fail_safe
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
-from memcallback.core.units import format_bytes
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
-from memcallback.diagnose.tensors.variables import call_after, stack, variables
-from memcallback.integrations.huggingface_step import (
-    PlannedEvaluation,
-    inputs_in,
-    is_known_wrapper,
-    is_trainer,
-    more_samples,
-    step_of,
-    training_step_here,
-    wrapped_by_trainer,
-)
-from memcallback.integrations.worst_moment import shortage, worst_moment
+from memcallback.integrations.huggingface_frames import call_after_train, wrapped_by_trainer
+from memcallback.integrations.huggingface_predictor import StepPredictor
+from memcallback.integrations.huggingface_step import is_known_wrapper
+from memcallback.integrations.worst_moment import note_worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
@@ -47,8 +36,6 @@ from memcallback.report.report import Report
 from memcallback.step.copies.compiled import has_compiled_code
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.loss import Loss
-from memcallback.step.ranks import replicated
-from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -65,8 +52,6 @@ else:
 
 from memcallback.integrations.report_to import destinations_here
 
-#: Makes the step of a model from its inputs and the loss.
-MakeStep = Callable[[Mapping[str, Any], Loss | None], TrainingStep]
 _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel). The recorded memory "
     "is that of the first device, which holds the outputs of all. The prediction is for that "
@@ -76,10 +61,6 @@ _SEVERAL_DEVICES = (
 _COMPILED_WRAPPER = (
     "The Trainer compiles the model together with a wrapper around it. The prediction is for the "
     "model without compilation."
-)
-_WITHOUT_BUCKETS = (
-    "The evaluation is predicted after a training without DistributedDataParallel. The buckets of "
-    "its gradients, {}, come on top."
 )
 
 
@@ -172,9 +153,7 @@ class MemoryTrainerCallback(TrainerCallback):
         #: Calls `_train_ends` after `Trainer.train`, which tells no callback of an error.
         self._end: weakref.finalize[..., Any] | None = None
         self._state: Any = None
-        self._make_step: MakeStep | None = None
-        #: The Trainer's `compute_loss`, while it trains.
-        self._found_loss: Callable[..., torch.Tensor] | None = None
+        self._predictor: StepPredictor | None = None
         self._is_broken = False
 
     @property
@@ -205,8 +184,7 @@ class MemoryTrainerCallback(TrainerCallback):
             "_watch": None,
             "_end": None,
             "_state": None,
-            "_make_step": None,
-            "_found_loss": None,
+            "_predictor": None,
             "_is_broken": False,
         }
 
@@ -259,82 +237,30 @@ class MemoryTrainerCallback(TrainerCallback):
             self._monitor.notes = (*self._monitor.notes, _SEVERAL_DEVICES)
         if self._settings.predict and called is not model and trained is model:
             self._monitor.notes = (*self._monitor.notes, _COMPILED_WRAPPER)
-
-        def steps_of(model: torch.nn.Module) -> MakeStep:
-            size = self._settings.batch_size
-            return lambda inputs, loss: step_of(
-                model,
-                inputs,
-                own,
-                args,
-                loss=loss,
-                batch_size=size,
-                loader=train_dataloader,
-                goes_on_after_an_epoch=state.num_train_epochs > 1,
-            )
-
-        self._make_step = steps_of(trained)
-        # A Trainer evaluates the model as it is.
-        before_evaluation = steps_of(model)
+        self._predictor = StepPredictor(
+            self._settings,
+            args,
+            state,
+            trained=trained,
+            evaluated=model,  # a Trainer evaluates the model as it is
+            optimizer=own,
+            loader=train_dataloader,
+            loss=self._loss,
+        )
         recorder.listen(self)
         self._watch = recorder.watch(
             batch_size=self._settings.batch_size,
             per_module=self._per_module,
-            on_first_call=lambda _, inputs: self._on_first_call(
-                trained, inputs, args, before_evaluation
-            ),
+            on_first_call=lambda _, inputs: self._on_first_call(inputs),
         )
-        for frame in stack(sys._getframe(1)):
-            if frame.f_code.co_name == "train" and is_trainer(variables(frame).get("self")):
-                thread = threading.get_ident()
-                ends = partial(_call, weakref.WeakMethod(self._train_ends), thread)
-                self._end = call_after(frame, ends)
-                # Somebody may keep the error, and with it the frame: a notebook keeps the last one.
-                self._watch.is_over = partial(_is_over, id(frame), thread)
-                break
+        if (end := call_after_train(self._train_ends)) is not None:
+            self._end, self._watch.is_over = end
 
     @fail_safe
-    def _on_first_call(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        args: Any,
-        before_evaluation: MakeStep,
-    ) -> None:
-        monitor, make_step = self._monitor, self._make_step
-        assert monitor is not None
-        assert make_step is not None
-        whole: Mapping[str, Any] = inputs
-        make_simpler = num_items = evaluation = None
-        if self._loss is None and (found := training_step_here()) is not None:
-            trainer, whole, num_items = found
-            self._found_loss = trainer.compute_loss
-            make_simpler = partial(make_step, inputs, None)
-            evaluation = PlannedEvaluation.of(trainer) if self._settings.predict else None
-            ddp = replicated(model)
-            if evaluation is not None and ddp is not None and not ddp.gradient_as_bucket_view:
-                num_bytes = sum(one.nbytes for one in ddp.parameters() if one.requires_grad)
-                note = _WITHOUT_BUCKETS.format(format_bytes(num_bytes))
-                monitor.notes = (*monitor.notes, note)
-        if self._settings.batch_size is None:
-            monitor.notes = (*monitor.notes, *more_samples(whole, args.train_batch_size))
-        loss = self._loss_for(num_items)
-
-        def more(prediction: StepPrediction | None, say: Callable[[str], None]) -> Any:
-            if evaluation is None or not isinstance(prediction, Prediction):
-                return None
-            return evaluation.predict(
-                lambda: before_evaluation(whole, loss), whole, prediction.device
-            )
-
-        monitor.begin(
-            lambda: make_step(whole, loss),
-            model=model,
-            batch=whole,
-            make_simpler=make_simpler,
-            more=None if evaluation is None else more,
-            on_predicted=self._on_predicted,
-        )
+    def _on_first_call(self, inputs: dict[str, Any]) -> None:
+        assert self._monitor is not None
+        assert self._predictor is not None
+        self._predictor.begin(self._monitor, inputs, self._on_predicted)
 
     def _on_predicted(self, prediction: StepPrediction | None, evaluation: Any) -> None:
         """Say in the report which part of the run needs most; warn if evaluation does not fit."""
@@ -342,10 +268,9 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor = self._monitor
         if monitor is None or evaluation is None or not isinstance(prediction, Prediction):
             return
-        monitor.notes = (*monitor.notes, worst_moment(prediction, evaluation, "evaluation"))
-        if reason := shortage(evaluation, self._settings.capacity_bytes, "evaluation"):
-            monitor.notes = (*monitor.notes, reason)
-            warn_and_go_on(reason)
+        note_worst_moment(
+            monitor, prediction, evaluation, self._settings.capacity_bytes, "evaluation"
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""
@@ -405,23 +330,12 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
         """As `StepListener`."""
         if self._monitor is not None:
-            make_step, (inputs, num_items) = self._make_step, inputs_in(error)
-            loss = self._loss_for(num_items)
-            self._monitor.on_out_of_memory(
-                report,
-                make_step=None
-                if make_step is None or inputs is None
-                else lambda: make_step(inputs, loss),
-            )
+            predictor = self._predictor
+            make_step = None if predictor is None else predictor.maker_of_failed(error)
+            self._monitor.on_out_of_memory(report, make_step=make_step)
 
     def close(self) -> None:
         """As `StepListener`."""
-
-    def _loss_for(self, num_items: Any) -> Loss | None:
-        """The loss of a step with so many items; kept, their tensor would take device memory."""
-        if self._loss is not None or self._found_loss is None:
-            return self._loss
-        return partial(self._found_loss, num_items_in_batch=num_items)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -445,22 +359,10 @@ class MemoryTrainerCallback(TrainerCallback):
 
     def _release(self) -> None:
         """Remove all hooks on model and optimizer, and flush the writers."""
-        self._watch = self._make_step = self._found_loss = None
+        self._watch = self._predictor = None
         if self._end is not None:
             self._end.detach()
         if self.recorder is not None:
             self.recorder.close()
         if self._monitor is not None:
             self._monitor.close()
-
-
-def _call(reference: weakref.WeakMethod[Callable[[int], None]], thread: int) -> None:
-    """Call a method if its object exists."""
-    if (method := reference()) is not None:
-        method(thread)
-
-
-def _is_over(frame_id: int, thread: int) -> bool:
-    """Whether a thread has left a frame, which exists; another thread cannot tell."""
-    here = threading.get_ident() == thread
-    return here and all(id(frame) != frame_id for frame in stack(sys._getframe(1)))

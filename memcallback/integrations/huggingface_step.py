@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from memcallback.core.code_lines import frames_of
 from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.devices.catalogue import Device
-from memcallback.diagnose.tensors.variables import variables
 from memcallback.prediction.predict_here import predict_once
 from memcallback.prediction.prediction import Prediction
 from memcallback.step.batch import infer_batch_size, last_batch_size
@@ -24,8 +21,6 @@ _MORE_SAMPLES = (
     "The Trainer's batch of {} becomes {} samples in the model, as with pairs. Batch sizes in the "
     "report count the model's samples: divide by {} for per_device_train_batch_size."
 )
-#: Functions of a Trainer that have a step's inputs in a variable (transformers 4.40 to 5.23).
-_STEP_FUNCTIONS = ("training_step", "_run_epoch", "_inner_training_loop")
 
 
 class PlannedEvaluation(NamedTuple):
@@ -150,52 +145,6 @@ def more_samples(inputs: Mapping[str, Any], batch_size: int) -> list[str]:
     return [_MORE_SAMPLES.format(batch_size, size, times)] if times > 1 and not rest else []
 
 
-def wrapped_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
-    """What the Trainer that begins to train a model here calls: the model, or a wrapper of it."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
-        wrapped = getattr(found.get("self"), "model_wrapped", None)
-        if isinstance(wrapped, torch.nn.Module):
-            return wrapped if any(part is model for part in wrapped.modules()) else model
-        frame = frame.f_back
-    return model
-
-
 def is_known_wrapper(wrapped: torch.nn.Module, model: torch.nn.Module) -> bool:
     """Whether a model that `torch.compile` or DistributedDataParallel wraps can be predicted."""
     return replicated(wrapped) is not None or getattr(wrapped, "_orig_mod", None) is model
-
-
-def is_trainer(candidate: object) -> bool:
-    """Whether this is a Trainer, of transformers or of a library that has its own."""
-    return callable(getattr(candidate, "compute_loss", None))
-
-
-def training_step_here() -> tuple[Any, Mapping[str, Any], Any] | None:
-    """The Trainer whose step is calling the model, its inputs and their number of items, or None.
-
-    A Trainer does not show itself to its callbacks.
-    """
-    trainer, num_items = None, None
-    inputs: dict[str, Any] = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        found = variables(frame) if frame.f_code.co_name in _STEP_FUNCTIONS else {}
-        if trainer is None and is_trainer(found.get("self")):
-            trainer, num_items = found["self"], found.get("num_items_in_batch")
-        if trainer is not None and found.get("self") is trainer:
-            # What a loss takes out of its inputs is still in those that its caller has.
-            own = found.get("inputs")
-            inputs = {**own, **inputs} if isinstance(own, Mapping) else inputs
-        frame = frame.f_back
-    return None if trainer is None or not inputs else (trainer, inputs, num_items)
-
-
-def inputs_in(error: BaseException) -> tuple[Mapping[str, Any] | None, Any]:
-    """The inputs of the Trainer's frames in an error and their number of items; None if unknown."""
-    found = [variables(frame) for frame, _ in frames_of(error.__traceback__)]
-    candidates = (each.get("inputs") for each in found)
-    inputs = next((inputs for inputs in candidates if isinstance(inputs, Mapping)), None)
-    numbers = (each.get("num_items_in_batch") for each in found)
-    return inputs, next((number for number in numbers if number is not None), None)

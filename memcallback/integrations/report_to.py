@@ -5,16 +5,15 @@ The Trainer's own `log` would add our values to its `log_history` and print them
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
 from transformers import TrainerControl
 
 from memcallback.core.errors import faults_as_warnings
-from memcallback.diagnose.tensors.variables import variables
+from memcallback.integrations.huggingface_frames import callbacks_here
 from memcallback.report.loggers.destination import Destination, ValuesOnly
 from memcallback.report.loggers.tensorboard import TensorBoardRun
 from memcallback.report.loggers.tracking import CometExperiment, MlflowRun, WandbRun
@@ -23,7 +22,7 @@ from memcallback.report.loggers.tracking import CometExperiment, MlflowRun, Wand
 def destinations_here(args: Any, state: Any) -> list[Destination]:
     """A destination for each integration of the Trainer that is calling its callbacks."""
     found = []
-    for callback in _callbacks_here():
+    for callback in callbacks_here():
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         for name, destination_of in _DESTINATIONS.items():
             if name in kinds:
@@ -31,16 +30,6 @@ def destinations_here(args: Any, state: Any) -> list[Destination]:
                     found.append(destination_of(callback, args, state))
                 break
     return found
-
-
-def _callbacks_here() -> Iterator[Any]:
-    """The callbacks of the Trainer: it does not show them to each other."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "call_event":
-            yield from getattr(variables(frame).get("self"), "callbacks", ())
-            return
-        frame = frame.f_back
 
 
 class _TrainersRun(TensorBoardRun):

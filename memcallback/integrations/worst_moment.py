@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from memcallback.core.errors import warn_and_go_on
 from memcallback.core.units import brief_bytes
 from memcallback.prediction.prediction import Prediction
+from memcallback.record.monitor import Monitor
 
 
-def worst_moment(training: Prediction, validation: Prediction, name: str = "validation") -> str:
+def note_worst_moment(
+    monitor: Monitor,
+    training: Prediction,
+    validation: Prediction,
+    capacity_bytes: int | None,
+    name: str = "validation",
+) -> None:
+    """Say in the report which part of a run needs most; warn if the validation does not fit."""
+    monitor.notes = (*monitor.notes, _worst_moment(training, validation, name))
+    if reason := _shortage(validation, capacity_bytes, name):
+        monitor.notes = (*monitor.notes, reason)
+        warn_and_go_on(reason)
+
+
+def _worst_moment(training: Prediction, validation: Prediction, name: str) -> str:
     """Which of the two needs more memory, in one sentence."""
     moments = {
         "the training step": training.peak_allocated_bytes,
@@ -20,9 +36,7 @@ def worst_moment(training: Prediction, validation: Prediction, name: str = "vali
     )
 
 
-def shortage(
-    validation: Prediction, capacity_bytes: int | None, name: str = "validation"
-) -> str | None:
+def _shortage(validation: Prediction, capacity_bytes: int | None, name: str) -> str | None:
     """Why a validation does not fit, in one sentence; None if it does.
 
     The capacity is that of the device that was asked for; None for the one that trains.

@@ -5,7 +5,7 @@ import torch
 import training
 
 import memcallback as mc
-from memcallback.integrations.lightning import callback as callbacks
+from memcallback.integrations.lightning.trainer import predictor
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.record.monitor import Monitor
 from memcallback.record.recording import Recording
@@ -28,7 +28,7 @@ def fit(tmp_path, callback, **options):
         (TrainerSavings, "setup", "without the savings that could not be applied"),
         (TrainerSavings, "checkpoint", "without the savings that could not be applied"),
         (TrainerSavings, "undo", "could not be undone"),
-        (callbacks, "copy_unsharded", "shards the module, its step will not be predicted"),
+        (predictor, "copy_unsharded", "shards the module, its step will not be predicted"),
         (Monitor, "__init__", "has stopped recording"),
         (Monitor, "finish", "has stopped recording"),
         (Monitor, "close", "has stopped recording"),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
-from memcallback.core.files import inside, place_of
+from memcallback.core.errors import fail_safe, faults_as_warnings
 from memcallback.core.phase_spans import (
     begin_backward,
     begin_update,
@@ -26,45 +25,35 @@ from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
-from memcallback.diagnose.out_of_memory.context import OomContext
 from memcallback.integrations.lightning.callback_base import Callback
-from memcallback.integrations.lightning.trainer.comparison import Compared, comparer
-from memcallback.integrations.lightning.trainer.loaded_batch import LoadedBatch
+from memcallback.integrations.lightning.trainer.comparison import Compared
+from memcallback.integrations.lightning.trainer.predictor import StepPredictor
+from memcallback.integrations.lightning.trainer.recording import (
+    explain_unrecorded,
+    monitor_of,
+    optimizers_of,
+    recorder_of,
+)
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.integrations.lightning.trainer.state import (
     is_logging_step,
     print_beside,
-    progress_of,
     stage_of,
     step_number,
 )
-from memcallback.integrations.lightning.trainer.step import (
-    LEAVES_OUT_PREDICTION,
-    UnshardedModule,
-    copy_unsharded,
-    step_of,
-)
-from memcallback.integrations.lightning.trainer.validation import (
-    ValidationBatches,
-    predict_validation,
-    shapes_of,
-)
-from memcallback.integrations.worst_moment import shortage, worst_moment
+from memcallback.integrations.lightning.trainer.step import LEAVES_OUT_PREDICTION
+from memcallback.integrations.worst_moment import note_worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
-from memcallback.record.oom_response import explain_or_warn, is_new_shortage, respond
-from memcallback.record.rank_exchange import rank_here
+from memcallback.record.oom_response import is_new_shortage
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.results import HasResults, Results, results_of
-from memcallback.record.sampling import sample_interval
 from memcallback.record.settings import MonitorSettings
 from memcallback.report.console import BRIEF, Console
 from memcallback.report.report import Report
 from memcallback.savings.checkpointing import CheckpointOption
 from memcallback.savings.plan import Plan
-from memcallback.step.batch import outline
-from memcallback.step.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from memcallback.batch_size.fitted import FittedBatchSize
@@ -210,17 +199,14 @@ class MemoryCallback(Callback):
             oom_snapshot=oom_snapshot,
             verbose=verbose,
         )
-        self._tries_savings = what_if
         self._per_module = per_module
         self._reset_peaks = reset_peaks
         self._fits_batch_size = fit_batch_size
         self._savings = TrainerSavings(accumulate, amp, checkpoint)
-        self._unsharded: UnshardedModule | None = None
+        self._predictor = StepPredictor(self._settings, tries_savings=what_if)
         self._restored_peaks: dict[str, int | None] = {}
         self.fitted: FittedBatchSize | None = None
         self.recorder: MemoryRecorder | None = None
-        self._validation_batches = ValidationBatches()
-        self._loaded_batch = LoadedBatch()
         self._reset()
 
     @property
@@ -243,6 +229,7 @@ class MemoryCallback(Callback):
         #: The results of the original, in a copy that has not run a fit itself.
         self._copied = Results()
         self._savings.prediction_without = None
+        self._predictor.forget_first_batch()
         self.plan: Plan | None = None
         self.validation: Prediction | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
@@ -250,8 +237,6 @@ class MemoryCallback(Callback):
         self._is_broken = False
         self._is_running = False
         self._has_seen_batch = False
-        #: Of the first batch, in words; and before the module's hooks brought it to the device.
-        self._first_shapes: tuple[str, Any] = "", None
         self._is_after_validation = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,11 +244,10 @@ class MemoryCallback(Callback):
         return vars(self) | {
             "_copied": results_of(self._results),
             "_savings": copy(self._savings),
+            "_predictor": copy(self._predictor),
             "recorder": copy(self.recorder),
             "_monitor": None,
-            "_unsharded": None,
             "_hooks": [],
-            "_loaded_batch": LoadedBatch(),
             "_is_running": False,
             "_is_broken": False,
         }
@@ -276,20 +260,18 @@ class MemoryCallback(Callback):
             return
         with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
             self._savings.setup(trainer, pl_module, self._console(pl_module).say)
-        self._unsharded = None
-        if self._settings.predict:
-            with faults_as_warnings(
-                "An error occurred before the fit. If the strategy shards the module, its step "
-                "will not be predicted."
-            ):
-                self._unsharded = copy_unsharded(trainer, pl_module)
+        with faults_as_warnings(
+            "An error occurred before the fit. If the strategy shards the module, its step will "
+            "not be predicted."
+        ):
+            self._predictor.keep_unsharded(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Checkpoint the module, which has all its layers now; find its batch size if asked."""
         with faults_as_warnings(_NO_SAVINGS, *_USER_ERRORS):
             self._savings.checkpoint(pl_module)
         self._is_broken = False  # whatever failed in an earlier fit
-        self._validation_batches = ValidationBatches()
+        self._predictor.forget_validation()
         if self._fits_batch_size:
             with faults_as_warnings("The search for a batch size has failed."):
                 self._fit_batch_size(trainer, pl_module)
@@ -310,41 +292,26 @@ class MemoryCallback(Callback):
     @fail_safe
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """See the batches that the module brings to the device itself, to predict that too."""
-        if self._settings.predict:
-            self._loaded_batch.watch(trainer, pl_module)
+        self._predictor.watch(trainer, pl_module)
 
     @fail_safe
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         """See no batches until the training begins."""
-        self._loaded_batch.end()
+        self._predictor.end_watch()
 
     @fail_safe
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin recording; sanity validation is over."""
         self._release()
         self._reset()
-        device = trainer.strategy.root_device
-        optimizers = [
-            optimizer
-            for optimizer in trainer.optimizers
-            if isinstance(optimizer, torch.optim.Optimizer)
-        ]
-        profilers = {kind.__name__ for kind in type(trainer.profiler).__mro__}
-        self.recorder = MemoryRecorder(
-            pl_module,
-            optimizers,
-            device=device,
-            sample_every_n_steps=sample_interval(device),
-            reset_peaks=self._reset_peaks,
-            per_module=self._per_module,
-            use_profiler="PyTorchProfiler" not in profilers,
+        self.recorder = recorder_of(
+            trainer, pl_module, reset_peaks=self._reset_peaks, per_module=self._per_module
         )
         self.recorder.history.load_peaks(self._restored_peaks)
-        if self._settings.predict:
-            self._loaded_batch.watch(trainer, pl_module)
+        self._predictor.watch(trainer, pl_module)
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
-        for optimizer in optimizers:
+        for optimizer in optimizers_of(trainer):
             if is_manual:
                 self._hooks.append(
                     optimizer.register_step_pre_hook(lambda *_: self._on_update_start(is_manual))
@@ -352,15 +319,11 @@ class MemoryCallback(Callback):
             self._hooks.append(
                 optimizer.register_step_post_hook(lambda *_: self._on_update_end(is_manual))
             )
-        self._monitor = Monitor(
+        self._monitor = monitor_of(
+            trainer,
+            pl_module,
             self.recorder,
             self._settings,
-            print_fn=print_beside(pl_module),
-            folder=_folder_of(trainer),
-            is_main=trainer.is_global_zero,
-            loggers=trainer.loggers,
-            progress=lambda: progress_of(trainer),
-            bounds=BatchSizeBounds.of_loader(trainer.train_dataloader, trainer.world_size),
             complete=lambda report: self._complete(report, trainer.accumulate_grad_batches),
         )
 
@@ -368,37 +331,6 @@ class MemoryCallback(Callback):
         assert self.recorder is not None
         batch_size = self.recorder.steps[-1].batch_size if self.recorder.steps else None
         return self._savings.complete(replace(report, plan=self.plan), batch_size, accumulate)
-
-    def _begin(self, trainer: Any, pl_module: Any, batch: Any, loaded: Any) -> None:
-        """Begin to predict the first step, with and without savings."""
-        assert self.recorder is not None
-        assert self._monitor is not None
-        make_step = self._maker_of_step(trainer, pl_module, batch, loaded)
-        self._monitor.begin(
-            make_step,
-            model=pl_module,
-            batch=batch,
-            more=comparer(
-                make_step,
-                self.recorder.meter.device,
-                self._savings,
-                self._settings,
-                tries_savings=self._tries_savings,
-                validation=self._validation_of(trainer, make_step),
-            ),
-            on_predicted=lambda prediction, results: self._on_predicted(
-                trainer, prediction, results
-            ),
-        )
-
-    def _validation_of(
-        self, trainer: Any, make_step: Callable[[], TrainingStep]
-    ) -> Callable[[Device], Prediction | None] | None:
-        """What predicts the validation; None if the sanity check has shown no batch."""
-        seen = self._validation_batches
-        if seen.batch is None or not self._settings.predict:
-            return None
-        return lambda device: predict_validation(trainer, make_step, seen, device)
 
     def _on_predicted(
         self, trainer: Any, prediction: StepPrediction | None, results: Compared | None
@@ -408,24 +340,14 @@ class MemoryCallback(Callback):
             return
         self._savings.prediction_without, self.plan = results.without, results.plan
         self.validation = results.validation
+        if self._monitor is None:
+            return
         if self.validation is not None and isinstance(prediction, Prediction):
-            self._compare_validation(prediction, self.validation)
-        if self.plan is not None and self._monitor is not None:
+            note_worst_moment(
+                self._monitor, prediction, self.validation, self._settings.capacity_bytes
+            )
+        if self.plan is not None:
             self._monitor.publisher.plan(self.plan, step_number(trainer))
-
-    def _compare_validation(self, prediction: Prediction, validation: Prediction) -> None:
-        """Say in the report which part of the run needs most; warn if validation does not fit."""
-        assert self._monitor is not None
-        self._monitor.notes = (*self._monitor.notes, worst_moment(prediction, validation))
-        if reason := shortage(validation, self._settings.capacity_bytes):
-            self._monitor.notes = (*self._monitor.notes, reason)
-            warn_and_go_on(reason)
-
-    def _maker_of_step(
-        self, trainer: Any, pl_module: Any, batch: Any, loaded: Any
-    ) -> Callable[[], TrainingStep]:
-        size = self._settings.batch_size
-        return lambda: step_of(trainer, pl_module, batch, size, self._unsharded, loaded=loaded)
 
     # Phases of a step.
 
@@ -438,10 +360,15 @@ class MemoryCallback(Callback):
             return
         if not self._has_seen_batch:
             self._has_seen_batch = True
-            loaded = self._loaded_batch.take()
-            self._loaded_batch.end()
-            self._first_shapes = outline(batch), shapes_of(loaded)
-            self._begin(trainer, pl_module, batch, loaded)
+            self._predictor.begin(
+                self._monitor,
+                trainer,
+                pl_module,
+                batch,
+                device=self.recorder.meter.device,
+                savings=self._savings,
+                on_predicted=partial(self._on_predicted, trainer),
+            )
         # A module can end an epoch before its step has run (on_train_batch_start returning -1).
         self.recorder.drop_step()
         self.recorder.begin_step(
@@ -515,8 +442,7 @@ class MemoryCallback(Callback):
     ) -> None:
         """Keep the shapes of the sanity check's batches, from which validation is predicted."""
         if trainer.sanity_checking:
-            loaded = self._loaded_batch.take()
-            self._validation_batches.see(batch, loaded)
+            self._predictor.see_validation(batch)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note that the next step begins without gradients."""
@@ -537,7 +463,7 @@ class MemoryCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Explain an out-of-memory error, keep the step's records, report, and undo the savings."""
-        self._loaded_batch.end()
+        self._predictor.end_watch()
         with suppress(Exception):  # a full device can fail in any way; the error itself goes on
             self._explain(trainer, pl_module, exception)
         self._on_failure(trainer, exception)
@@ -549,25 +475,16 @@ class MemoryCallback(Callback):
                 return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
-                batch, (first, loaded) = self.recorder.open_batch, self._first_shapes
-                loaded = loaded if outline(batch) == first else None
-                make_step = self._maker_of_step(trainer, pl_module, batch, loaded)
+                make_step = self._predictor.maker_of_failed(
+                    trainer, pl_module, self.recorder.open_batch
+                )
                 self._monitor.on_out_of_memory(report, make_step=make_step)
                 self.out_of_memory = self._monitor.out_of_memory
             return
 
-        # Before training, in a test, in a prediction: nothing is recorded.
-        context = OomContext(
-            device=trainer.strategy.root_device,
-            modules=[pl_module],
-            phase=stage_of(trainer),
-            rank=rank_here(),
-        )
-        report = explain_or_warn(error, context)
+        report = explain_unrecorded(trainer, pl_module, error, self._console(pl_module).say)
         if report is not None:
-            self.out_of_memory = respond(
-                report, print_fn=self._console(pl_module).say, folder=_folder_of(trainer)
-            )
+            self.out_of_memory = report
 
     @fail_safe
     def _on_failure(self, trainer: Any, exception: BaseException) -> None:
@@ -605,7 +522,7 @@ class MemoryCallback(Callback):
 
     def _release(self) -> None:
         """Remove all hooks, and flush the writers."""
-        self._loaded_batch.end()
+        self._predictor.end_watch()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -637,10 +554,3 @@ class MemoryCallback(Callback):
             }
         with faults_as_warnings("The state of amp's GradScaler in the checkpoint cannot be used."):
             self._savings.load_state_dict(state_dict.get("amp", {}))
-
-
-def _folder_of(trainer: Any) -> str | None:
-    """Where our own files go; None for nowhere."""
-    if trainer.fast_dev_run:
-        return None
-    return inside(place_of(trainer.default_root_dir), "memcallback")
