@@ -83,7 +83,7 @@ def read_segments(
     held: Collection[int],
     made_anew: Collection[int] = (),
 ) -> tuple[Segment, ...]:
-    """The segments of a device's default stream; what is at addresses `made_anew` counts as free."""
+    """The segments of a device's default stream; what is at `made_anew` counts as free."""
     # `snapshot` is as `torch.cuda.memory_snapshot` gives it. `held` are the addresses of the
     # storages of model and optimizers, `made_anew` of those that the first step allocates.
     found = []
