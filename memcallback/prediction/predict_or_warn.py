@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 import torch
@@ -13,9 +14,11 @@ from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
+from memcallback.prediction.allocator.at_start import Segment, read_segments
 from memcallback.prediction.apart import report_progress
 from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.step.holdings import holdings
 from memcallback.step.model import devices_of
 from memcallback.step.training_step import TrainingStep
 
@@ -79,6 +82,20 @@ def device_or_error(device: torch.device) -> Device | Exception:
         return resolve(device)
     except Exception as error:  # drivers fail in many ways; the prediction says so
         return error
+
+
+def segments_at_start(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+) -> tuple[Segment, ...]:
+    """What the CUDA allocator has as a training begins; none where it cannot be read."""
+    if device.type == "cuda":
+        with suppress(Exception):  # other allocators have no snapshot; a training goes on
+            held = holdings(models, optimizers, None, device).storages
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return read_segments(torch.cuda.memory_snapshot(), index, held)
+    return ()
 
 
 def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Prediction:
