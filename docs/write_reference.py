@@ -192,15 +192,13 @@ def _plain(text: str) -> str:
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, list[str]]]:
-    """Public methods, as they are called, and properties; those of base classes of ours too."""
+    """Public methods, as they are called, and properties; last those of base classes of ours."""
     if not inspect.isclass(value):
         return
-    own = {
-        member: definition
-        for base in reversed(value.__mro__)
-        if base.__module__.startswith("memcallback") and base is not Printable
-        for member, definition in vars(base).items()
-    }
+    own: dict[str, Any] = {}
+    for base in value.__mro__:
+        if base.__module__.startswith("memcallback") and base is not Printable:
+            own = own | {name: part for name, part in vars(base).items() if name not in own}
     for member, definition in own.items():
         is_hidden = member.startswith("_") or member not in MEMBERS.get(name, own)
         function = getattr(definition, "__func__", definition)  # of a class method

@@ -13,7 +13,7 @@ import torch
 
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
-from memcallback.core.step_memory import DeviceMemory, StepMemory, larger
+from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
@@ -27,6 +27,7 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.allocator_at_start import AllocatorAtStart
 from memcallback.record.oom_response import record_history, respond
 from memcallback.record.pending import PATIENCE_S, PendingPrediction
+from memcallback.record.point_log import PointLog
 from memcallback.record.publisher import Modules, Publisher, setup_of
 from memcallback.record.rank_log import RankLog
 from memcallback.record.recorder import MemoryRecorder
@@ -35,7 +36,6 @@ from memcallback.report.closing import Ending
 from memcallback.report.console import BRIEF, FULL, Console
 from memcallback.report.history import PeakHistory
 from memcallback.report.report import Report, Setup
-from memcallback.report.tags import step_curves
 from memcallback.report.writers import Writers
 from memcallback.step.batch import infer_batch_size, warn_of_batch
 from memcallback.step.holdings import written_storages
@@ -50,10 +50,6 @@ if TYPE_CHECKING:
 More = Callable[[StepPrediction | None, Callable[[str], None]], Any]
 #: What is called when a prediction is there, with it and with what `more` returned.
 OnPredicted = Callable[[StepPrediction | None, Any], None]
-#: A step whose peak is so many times the highest before is drawn, wherever it is.
-_NOTABLE_RISE = 1.01
-#: Points that wait for a prediction at most; later ones are logged without it.
-_MAX_WAITING = 1000
 _NOT_DONE = (
     "The prediction was not done when the training ended. wait_for_prediction=True makes the "
     "first step wait for it."
@@ -106,18 +102,14 @@ class Monitor:
         self._bounds = bounds
         self._complete = complete
         self._ranks = RankLog(self.publisher)
+        self._points = PointLog(
+            recorder, self.publisher, self._ranks, capacity_bytes=settings.capacity_bytes
+        )
         self._prediction: StepPrediction | None = None
-        self._predicted_steps = PredictedSteps(None)
         #: The prediction that is being made, and what to do when it is there.
         self._pending: PendingPrediction | None = None
         self._patience_s = PATIENCE_S
         self._on_predicted: OnPredicted | None = None
-        #: Points that wait for the prediction.
-        self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
-        self._unlogged: StepMemory | None = None
-        #: The highest peaks so far of allocated and reserved memory; whether the last step dipped.
-        self._highest: tuple[int, ...] = (0, 0)
-        self._has_dipped = False
         self._peaks = PeakHistory()
         device = recorder.meter.device
         #: What the allocator has as the training begins.
@@ -192,6 +184,7 @@ class Monitor:
             if settings.wait_for_prediction
             else written_storages(self._recorder.models, self._recorder.optimizers),
         )
+        self._points.predicted = None
         self._patience_s = PATIENCE_S
         self._await_prediction(None if settings.wait_for_prediction else 0)
 
@@ -219,10 +212,10 @@ class Monitor:
             return False
         self._pending = None
         self._prediction = pending.prediction
-        self._predicted_steps = PredictedSteps(pending.prediction)
+        self._points.predicted = PredictedSteps(pending.prediction)
         if self._on_predicted is not None:
             self._on_predicted(pending.prediction, pending.more)
-        self._flush()
+        self._points.flush()
         return True
 
     def _say_progress(self, text: str) -> None:
@@ -247,8 +240,7 @@ class Monitor:
         """Check the health of a recorded step; log it if due; report the first steady one."""
         self._check_health(record, batch)
         self._ranks.receive()
-        if not self._is_dip(record, is_after_validation):
-            self._unlogged = larger(self._unlogged, record)
+        self._points.add(record, is_after_validation=is_after_validation)
         self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
         recorder = self._recorder
@@ -261,22 +253,13 @@ class Monitor:
         reserved_bytes = record.windows[-1].end.reserved_bytes if record.windows else None
         device = device_memory(recorder.meter.device, reserved_bytes=reserved_bytes)
         if is_point:
-            self._log(device, number)
+            self._points.log(device, number)
         if is_first_steady:
             self._ranks.steady_since = number
         if is_reported:
             self.publisher.first(self._make_report(device), self._modules(), number)
         if self._health is not None:
             self._health.on_reading(device)
-
-    def _is_dip(self, record: StepMemory, is_after_validation: bool) -> bool:
-        """Whether a step is lower than others only because Lightning cleared the gradients."""
-        peaks = (record.peak_allocated_bytes or 0, record.peak_reserved_bytes or 0)
-        before, self._highest = self._highest, tuple(map(max, self._highest, peaks))
-        # Where every step follows a validation, that is no dip.
-        is_higher = any(now > _NOTABLE_RISE * then for now, then in zip(peaks, before, strict=True))
-        self._has_dipped = is_after_validation and not is_higher and not self._has_dipped
-        return self._has_dipped
 
     def _check_health(self, record: StepMemory, batch: object) -> None:
         if not self._warns:
@@ -344,10 +327,11 @@ class Monitor:
         if not self._await_prediction(patience_s) and self._pending is not None:
             self._pending.close()
             self._pending = None
+            self._points.predicted = PredictedSteps(None)
             self.notes = (*self.notes, _NOT_DONE)
-        self._flush()
+        self._points.flush()
         device = device_memory(recorder.meter.device)
-        self._log(device, number)
+        self._points.log(device, number)
         self.notes = (*self.notes, *self._ranks.end())
         ending = Ending(
             num_steps=recorder.num_updates,
@@ -377,34 +361,6 @@ class Monitor:
         self._history = None
         self._complete, self._progress = (lambda report: report), Progress
         self._warns = False
-
-    def _log(self, device: DeviceMemory, number: int) -> None:
-        """Log the largest step since the last point."""
-        step, self._unlogged = self._unlogged, None
-        if step is None:
-            return
-        if self._pending is not None and len(self._waiting) < _MAX_WAITING:
-            self._waiting.append((step, device, number))
-        else:
-            self._log_point(step, device, number)
-
-    def _flush(self) -> None:
-        """Log the points that have waited for the prediction."""
-        waiting, self._waiting = self._waiting, []
-        for point in waiting:
-            self._log_point(*point)
-
-    def _log_point(self, step: StepMemory, device: DeviceMemory, number: int) -> None:
-        predicted = self._predicted_steps.at(step.batch_size)
-        self.publisher.curves(step_curves(step, predicted, device), number)
-        self._ranks.send(
-            step,
-            predicted,
-            number,
-            meter=self._recorder.meter,
-            device=device,
-            capacity_bytes=self._settings.capacity_bytes,
-        )
 
     def _modules(self) -> Modules:
         measured = self._recorder.modules

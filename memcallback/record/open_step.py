@@ -18,6 +18,7 @@ from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, meas
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Kind, Phase
 from memcallback.devices.meters import Meter
+from memcallback.record.sampling import Sampling
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.holdings import HoldingsCounter
 from memcallback.step.module_follower import ModuleFollower, module_infos
@@ -29,20 +30,16 @@ Optimizers = Optimizer | Iterable[Optimizer]
 class Followed:
     """The models and optimizers of a training, and what is on the device beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._hooks: list[Any] = []
         self._beside: list[weakref.ref[Any]] = []
         self._infos: tuple[ModuleInfo, ...] | None = None
 
-    def add(
-        self,
-        models: Models | None,
-        optimizers: Optimizers | None,
-        on_update: Callable[..., None],
-    ) -> None:
-        """Follow more of them, each once; `on_update` is called after each update of these."""
+    def add(self, models: Models | None, optimizers: Optimizers | None) -> None:
+        """Follow more of them, each once; updates of these optimizers are counted."""
         for model in [models] if isinstance(models, nn.Module) else models or ():
             if all(model is not known for known in self.models):
                 self.models.append(model)
@@ -51,7 +48,8 @@ class Followed:
         for optimizer in map(unwrapped, given):
             if all(optimizer is not known for known in self.optimizers):
                 self.optimizers.append(optimizer)
-                self._hooks.append(optimizer.register_step_post_hook(on_update))
+                self._hooks.append(optimizer.register_step_post_hook(self._sampling.on_update))
+        self._sampling.counts_updates = bool(self.optimizers)
 
     def add_beside(self, items: Iterable[object]) -> None:
         """Count modules, and tensors in containers, while they live."""
@@ -64,6 +62,7 @@ class Followed:
         for hook in self._hooks:
             hook.remove()
         self.models, self.optimizers, self._hooks, self._beside = [], [], [], []
+        self._sampling.counts_updates = False
 
     def open_step(
         self,

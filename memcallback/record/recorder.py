@@ -1,69 +1,29 @@
-"""MemoryRecorder: records training steps as StepMemory, from marks of the loop or from hooks."""
+"""MemoryRecorder: records a loop by its marks, or by hooks that set them, and has the results."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from copy import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.interruptions import remember_handlers
 from memcallback.core.module_table import ModuleTable
-from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import DeviceMemory, StepMemory
-from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, whole_number
 from memcallback.devices.local import default_device
 from memcallback.devices.meters import AllocatorMeter, CpuMeter, Meter
-from memcallback.diagnose.out_of_memory.context import OomContext
-from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
 from memcallback.prediction.prediction import StepPrediction
-from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
-from memcallback.record.open_step import Followed, Models, OpenStep, Optimizers, num_rebuilt
-from memcallback.record.rank_exchange import rank_here
-from memcallback.record.recording import Recording
+from memcallback.record.oom_response import forget_explained
+from memcallback.record.open_step import Followed, Models, Optimizers
 from memcallback.record.sampling import Sampling
+from memcallback.record.step_recorder import StepRecorder
 from memcallback.record.watch import FirstCall, Watch
 from memcallback.report.report import Report
-from memcallback.step.batch import INFERRED, infer_batch_size
-
-if TYPE_CHECKING:
-    from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
-
-#: In a sentence.
-_WORDS = {
-    Phase.FORWARD: "forward pass",
-    Phase.BACKWARD: "backward pass",
-    Phase.OPTIMIZER_STEP: "optimizer step",
-}
 
 
-class StepListener(Protocol):
-    """Callbacks of a `MemoryRecorder`. They must not raise."""
-
-    @property
-    def prediction(self) -> StepPrediction | None:
-        """The prediction of the steps, for the report on an out-of-memory error."""
-
-    def wants_step(self) -> bool | None:
-        """Whether to record the step that begins, also where only sampled steps are."""
-
-    def on_step(self, record: StepMemory, batch: object) -> None:
-        """A step was recorded."""
-
-    def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
-        """Memory ran out; an open step has not ended yet."""
-
-    def close(self) -> None:
-        """The recorder is closed."""
-
-
-class MemoryRecorder:
+class MemoryRecorder(StepRecorder):
     """Records the memory of training steps, in any loop.
 
     On CUDA each step costs five reads of the allocator's counters and no synchronisation. The bytes
@@ -102,6 +62,7 @@ class MemoryRecorder:
             `memcallback.devices.meters`.
 
     Examples:
+        >>> from memcallback import Phase
         >>> model = torch.nn.Linear(10, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> recorder = MemoryRecorder(model, optimizer)
@@ -127,52 +88,36 @@ class MemoryRecorder:
         use_profiler: bool = True,
         per_module: bool = False,
     ) -> None:
-        self._sampling = Sampling(
+        sampling = Sampling(
             whole_number(
                 "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
             )
         )
         remember_handlers()
-        self._followed = Followed()
+        followed = Followed(sampling)
+        followed.add(model, optimizer)
         self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
-        self._per_module = per_module
-        self._add(model, optimizer)
-        self.meter = self._new_meter()
-        self.history = Recording()
-        record_failures()
-        self.out_of_memory: OutOfMemoryReport | None = None
-        self._open: OpenStep | None = None
-        self._is_skipping = False
         self._watch: Watch | None = None
-        self._listeners: list[StepListener] = []
-
-    def _add(self, model: Models | None, optimizer: Optimizers | None) -> None:
-        self._followed.add(model, optimizer, self._sampling.on_update)
-        self._sampling.counts_updates = bool(self._followed.optimizers)
+        meter = self._new_meter(followed.models)
+        super().__init__(followed, sampling, meter, per_module=per_module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has what was recorded, as a closed recorder: it follows no model."""
-        return vars(self) | {
+        """A copy is on the same device, and watches nothing."""
+        return super().__getstate__() | {
             "meter": None if isinstance(self.meter, CpuMeter) else self.meter,
             "_device": self.meter.device,
-            "history": copy(self.history),
-            "_sampling": replace(self._sampling, counts_updates=False),
-            "_followed": Followed(),
-            "_open": None,
-            "_is_skipping": False,
             "_watch": None,
-            "_listeners": [],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if state["meter"] is None:  # of a CPU: it may hold a running profile
-            self.meter = self._new_meter()
+            self.meter = self._new_meter(())
 
-    def _new_meter(self) -> Meter:
-        device = default_device(self.models) if self._device is None else self._device
+    def _new_meter(self, models: Iterable[torch.nn.Module]) -> Meter:
+        device = default_device(models) if self._device is None else self._device
         if device.type == "cpu":
             return CpuMeter(reset_peaks=self._reset_peaks, use_profiler=self._use_profiler)
         return AllocatorMeter(device, reset_peaks=self._reset_peaks)
@@ -229,9 +174,9 @@ class MemoryRecorder:
             raise ValueError(
                 "There is no model to watch. Give it: recorder.watch(model, optimizer)."
             )
-        self._add(model, optimizer)
+        self._followed.add(model, optimizer)
         if not had_models:
-            self.meter = self._new_meter()  # the model says which device to read
+            self.meter = self._new_meter(self.models)  # the model says which device to read
         self._per_module = self._per_module or per_module
         if self._watch is not None:
             self._watch.close()
@@ -255,14 +200,6 @@ class MemoryRecorder:
         """
         self._followed.add_beside(items)
 
-    def listen(self, listener: StepListener) -> None:
-        """Call a listener at every step from now on, until the recorder is closed."""
-        self._listeners.append(listener)
-
-    def unlisten(self, listener: StepListener) -> None:
-        """Stop calling a listener."""
-        self._listeners = [other for other in self._listeners if other is not listener]
-
     def close(self) -> None:
         """End the recording: remove the hooks, drop an open step, release the model.
 
@@ -270,13 +207,12 @@ class MemoryRecorder:
         """
         if self._watch is not None:
             self._watch.close()
-        self.drop_step()
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener.close()
+        super().close()
         self._watch = None
-        self._followed.release()
-        self._sampling.counts_updates = False
+
+    def _give_way(self) -> None:
+        if self._watch is not None:
+            self._watch.give_up_step()
 
     # What was recorded.
 
@@ -378,269 +314,3 @@ class MemoryRecorder:
             bounds=bounds,
             notes=notes,
         )
-
-    # Steps and phases as context managers.
-
-    @contextmanager
-    def step(self, batch: object = None, *, batch_size: int | None = None) -> Iterator[None]:
-        """Record one training step: one batch, with its phases inside.
-
-        If memory runs out in it, a report is printed to stderr.
-
-        Args:
-            batch: The batch: its storages count as input, and its samples are counted.
-            batch_size: Samples in the batch; by default inferred from it.
-
-        Raises:
-            RuntimeError: If a step is open already.
-        """
-        self.begin_step(batch, batch_size=batch_size)
-        try:
-            yield
-        except BaseException:  # whatever ends the step, which goes on
-            self.end_step(is_interrupted=True)
-            raise
-        self.end_step()
-
-    @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """Record one phase inside a step. A phase may come several times in a step.
-
-        Raises:
-            RuntimeError: If no step is open.
-            TypeError: If `phase` is not a `Phase`.
-        """
-        if not isinstance(phase, Phase):
-            raise TypeError(
-                f"phase must be a memcallback.Phase, got {phase!r}. Use Phase.FORWARD, "
-                "Phase.BACKWARD or Phase.OPTIMIZER_STEP."
-            )
-        if not self.is_in_step:
-            raise RuntimeError(
-                f"The phase {phase.label!r} is outside a step. Put it inside "
-                "`with recorder.step(batch_size=...):`."
-            )
-        self.open_phase(phase)
-        try:
-            yield
-        except BaseException:  # whatever ends the phase, which goes on
-            if self._open is not None:
-                self._open.failed_in = phase
-            raise
-        finally:
-            self.close_phase()
-
-    # The same as calls, for loops with hooks at these boundaries.
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer updates since the recording began."""
-        return self._sampling.num_updates
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a step is open, recorded or not."""
-        return self._open is not None or self._is_skipping
-
-    @property
-    def current_phase(self) -> Phase | None:
-        """The open phase; None between phases, and in a provisional one (see `open_phase`)."""
-        phases = self._phases
-        return None if phases is None else phases.current_phase
-
-    @property
-    def models(self) -> tuple[torch.nn.Module, ...]:
-        """The models; none once the recorder is closed."""
-        return tuple(self._followed.models)
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers; none once the recorder is closed."""
-        return tuple(self._followed.optimizers)
-
-    @property
-    def open_batch(self) -> object:
-        """The batch of the open step; None if none is open."""
-        return self._open.batch if self._open else None
-
-    @property
-    def _phases(self) -> PhaseSpans | None:
-        """The phases of the open step; None once its reading is over."""
-        return self._open.phases if self._open else None
-
-    def begin_step(
-        self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
-    ) -> None:
-        """Begin a step.
-
-        Args:
-            batch: As for `step`.
-            batch_size: As for `step`.
-            sample: Whether this step will be logged. On a CPU only sampled steps are recorded
-                otherwise; a step that will be logged is recorded too. Recording costs milliseconds
-                there, so fewer and fewer of these steps are recorded: after the tenth update at
-                most every second step, after the twentieth every third, and so on, down to one in
-                50.
-
-        Raises:
-            RuntimeError: If a step is open already.
-            ValueError: If the batch size is below 1.
-            TypeError: If it is not a whole number.
-        """
-        if batch_size is not None:
-            batch_size = whole_number("batch_size", batch_size, INFERRED)
-        if self._open is not None and self._watch is not None:
-            self._watch.give_up_step()
-        if self._open is not None:
-            raise RuntimeError(
-                "A step is open already: end it first, and do not nest `with recorder.step():`."
-            )
-        is_logged = sample or any(listener.wants_step() for listener in self._listeners)
-        reads_all = self.meter.reads_every_step
-        is_sampled = self._sampling.samples_next(is_logged=is_logged and not reads_all)
-        self._is_skipping = not (is_sampled or reads_all)
-        forget_failure()
-        forget_explained()
-        if self._is_skipping:
-            self._sampling.num_steps += 1
-            return
-        self._open = self._followed.open_step(
-            batch,
-            infer_batch_size(batch).batch_size if batch_size is None else batch_size,
-            meter=self.meter,
-            is_sampled=is_sampled,
-            per_module=self._per_module,
-            num_updates_before=self.num_updates,
-        )
-        self._open.begin()
-
-    def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
-        """Begin a phase; an open one ends at the same reading.
-
-        An optimizer step right after a backward pass begins with the reading that ended it: nothing
-        of interest happens between them, and a step stays at five reads.
-
-        Args:
-            phase: The phase.
-            is_provisional: Whether the phase is only assumed to begin at the last reading. It is
-                dropped if one of these comes before the next reading: the end of the step, another
-                provisional phase, or an optimizer step.
-        """
-        forget_failure()
-        if (phases := self._phases) is not None:
-            phases.open_phase(phase, is_provisional=is_provisional)
-
-    def close_phase(self, *, covers: tuple[Phase, ...] = ()) -> None:
-        """End the open phase, if there is one.
-
-        Args:
-            covers: All phases inside it, if the loop does not mark where one ends and the next
-                starts.
-        """
-        if (phases := self._phases) is not None:
-            phases.close_phase(covers=covers)
-
-    def end_reading(self) -> None:
-        """Stop reading the open step: on a CPU, PyTorch's profiler is free from here on."""
-        if self._open is not None:
-            self.close_phase()
-            self._open.end_reading()
-
-    def drop_step(self) -> None:
-        """Drop the open step, if there is one, without a record."""
-        self._is_skipping = False
-        if self._open is not None:
-            step, self._open = self._open, None
-            step.end_reading()
-
-    def end_step(self, *, is_interrupted: bool = False) -> StepMemory | None:
-        """End the step and keep its record.
-
-        Args:
-            is_interrupted: Whether an exception ended it.
-
-        Returns:
-            The record; None if this step was not read.
-        """
-        if is_interrupted:
-            with suppress(Exception):  # the error itself goes on, and the step ends
-                self.failed(sys.exc_info()[1])
-        self._is_skipping = False
-        step = self._open
-        if step is None:
-            return None
-        step.end()
-        self._open = None
-        sampling = self._sampling
-        sampling.on_step_end(has_update=step.has_update and not is_interrupted)
-        num_updates = sampling.num_updates - step.num_updates_before
-        record, compute_modules = step.to_memory(
-            index=sampling.num_steps - 1,
-            num_updates=num_updates if sampling.counts_updates else None,
-            is_interrupted=is_interrupted,
-        )
-        is_usual = step.num_rebuilt == num_rebuilt(self.models)
-        self.history.add(record, step.stats, compute_modules, is_usual=is_usual)
-        for listener in tuple(self._listeners):
-            listener.on_step(record, step.batch)
-        return record
-
-    # Out of memory.
-
-    def failed(self, error: BaseException | None) -> None:
-        """Report an error of the loop if it says that memory ran out; each error once.
-
-        Listeners print and write the report. Without any it is printed to stderr.
-
-        Args:
-            error: The error, with the frames that it went through; None for none.
-        """
-        if error is None or not is_new_shortage(error):
-            return
-        listeners = tuple(self._listeners)
-        predictions = (listener.prediction for listener in listeners)
-        prediction = next((known for known in predictions if known is not None), None)
-        report = self.explain(error, prediction)
-        if report is None:
-            return
-        for listener in listeners:
-            listener.on_out_of_memory(report, error)
-        if not listeners and sys.stderr is not None:  # `print` would take stdout
-            print(report.to_text(), file=sys.stderr)
-
-    def explain(
-        self,
-        error: BaseException,
-        prediction: StepPrediction | None = None,
-        *,
-        where: str = "",
-    ) -> OutOfMemoryReport | None:
-        """Explain a caught out-of-memory error, while its frames still hold the tensors.
-
-        Args:
-            error: The error.
-            prediction: The prediction of a training step, at any batch size; it is not used outside
-                of a step.
-            where: What was running outside of steps, such as `validation`.
-
-        Returns:
-            The report, which is also kept in `out_of_memory`; None if the error is another one, or,
-            with a warning, if it cannot be explained.
-        """
-        step = self._open
-        phase = (step.failed_in or self.current_phase) if step else None
-        context = OomContext(
-            device=self.meter.device,
-            modules=self.models,
-            optimizers=self.optimizers,
-            batch=self.open_batch,
-            batch_size=step.batch_size if step else None,
-            phase=_WORDS[phase] if phase else where,
-            step=self._sampling.num_steps + 1 if step else None,
-            prediction=prediction if step else None,
-            rank=rank_here(),
-        )
-        report = explain_or_warn(error, context)
-        if report is not None:
-            self.out_of_memory = report
-        return report

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memcallback.core.errors import fail_safe, warn_and_go_on
-from memcallback.core.phase_spans import Phases, begin_backward, begin_update, end_update
+from memcallback.core.phase_spans import begin_backward, begin_update, end_update
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
+from memcallback.record.step_recorder import StepRecorder
 from memcallback.step.batch import INFERRED, MOST_OBJECTS, infer_batch_size
 from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
@@ -74,26 +75,6 @@ def _excepthook(
 FirstCall = Callable[[tuple[Any, ...], dict[str, Any]], None]
 #: Longer collections among a model's arguments are not searched for tensors.
 _MOST_ITEMS = 1_000
-
-
-class StepRecorder(Phases, Protocol):
-    """What a watch uses of a `MemoryRecorder`, which imports this module."""
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a step is open, recorded or not."""
-
-    def begin_step(self, batch: object = None, *, batch_size: int | None = None) -> None:
-        """Begin a step."""
-
-    def end_step(self, *, is_interrupted: bool = False) -> object:
-        """End the step and keep its record."""
-
-    def drop_step(self) -> None:
-        """Drop the open step, if there is one."""
-
-    def failed(self, error: BaseException | None) -> None:
-        """Report an error that goes through the loop, if memory ran out."""
 
 
 class Watch:

@@ -961,7 +961,7 @@ def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the
 
 def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("memcallback.record.monitor.step_curves", None)
+        patched.setattr("memcallback.record.point_log.step_curves", None)
         with pytest.warns(MemoryWarning, match="stopped recording"):
             callback = fit(tmp_path)
     fit(tmp_path, callback=callback)
@@ -1083,7 +1083,7 @@ def test_a_batch_whose_own_batch_size_fails_is_taken_by_its_tensors(tmp_path):
 def test_where_warnings_are_errors_an_error_of_ours_still_does_not_stop_training(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
+    monkeypatch.setattr("memcallback.record.point_log.step_curves", None)
     module = training.Automatic()
     fit(tmp_path, module, callback=MemoryCallback())
     assert module.trainer.global_step == 4
@@ -1287,7 +1287,7 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path, monk
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr("memcallback.record.monitor.step_curves", broken)
+    monkeypatch.setattr("memcallback.record.point_log.step_curves", broken)
     with pytest.warns(
         MemoryWarning,
         match=r"MemoryCallback has stopped recording: KeyError in on_train_batch_end: 'ours'. "

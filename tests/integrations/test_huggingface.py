@@ -467,7 +467,7 @@ def test_steps_after_an_error_that_somebody_keeps_are_not_recorded(tmp_path):
 
 
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
+    monkeypatch.setattr("memcallback.record.point_log.step_curves", None)
     callback = mc.MemoryTrainerCallback(predict=False)
     with pytest.warns(
         MemoryWarning, match="MemoryTrainerCallback has stopped recording: TypeError"

@@ -185,7 +185,7 @@ def test_what_cannot_be_predicted_is_recorded_and_told(tmp_path, parts):
 
 
 def test_an_error_of_ours_does_not_stop_the_training(tmp_path, parts, monkeypatch):
-    monkeypatch.setattr("memcallback.record.monitor.step_curves", None)
+    monkeypatch.setattr("memcallback.record.point_log.step_curves", None)
     recorder = mc.MemoryRecorder(*parts)
     recorder.watch()
     mc.MemoryLog(recorder, log_dir=tmp_path)
