@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 
 import torch
@@ -13,6 +14,7 @@ from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
+from memcallback.prediction.allocator.at_start import Segment
 from memcallback.prediction.apart import report_progress
 from memcallback.prediction.predict_here import predict_here
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -79,6 +81,13 @@ def device_or_error(device: torch.device) -> Device | Exception:
         return resolve(device)
     except Exception as error:  # drivers fail in many ways; the prediction says so
         return error
+
+
+def begun_with(prediction: Prediction, segments: Sequence[Segment]) -> Prediction:
+    """A prediction that begins with what the allocator has; as it is if that cannot be."""
+    with suppress(Exception):  # a real allocator can have what a simulated one cannot take over
+        return prediction.begun_with(segments)
+    return prediction
 
 
 def traced(step: TrainingStep, device: Device, say: Callable[[str], None]) -> Prediction:

@@ -26,7 +26,7 @@ from memcallback.devices.catalogue import (
     find_device,
 )
 from memcallback.prediction import caveats as assumed
-from memcallback.prediction.allocator.at_start import Segment, layout, placed, total_bytes
+from memcallback.prediction.allocator.at_start import Segment, layout, placed
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.asking_apart import asking_apart
@@ -293,11 +293,13 @@ class Prediction(Printable):
         """
         events = self.trace.at(self.batch_size).events
         at_start = placed(segments, events)
+        capacity_bytes = self.device.allocator_capacity_bytes
+        taken_over = CachingAllocator(self.settings, capacity_bytes=capacity_bytes)
+        if not taken_over.adopt(at_start):
+            return self
         alone = CachingAllocator(self.settings)
         replay(events[: first_step_start(events)], alone)
-        has_bytes, taken_bytes = self.device.allocator_capacity_bytes, total_bytes(at_start)
-        is_too_small = has_bytes is not None and taken_bytes > has_bytes
-        if not at_start or is_too_small or layout(at_start) == layout(alone.segments()):
+        if layout(taken_over.segments()) == layout(alone.segments()):
             return self
         return replace(self, at_start=at_start)
 

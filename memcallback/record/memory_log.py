@@ -112,6 +112,7 @@ class MemoryLog:
             without_prediction="MemoryLog(recorder) without a step",
             target=None if device is None else resolve(device, needs_capacity=True),
             headroom=headroom,
+            predict=step is not None,
             wait_for_prediction=wait_for_prediction,
             isolate=isolate,
             timeout_s=timeout_s,

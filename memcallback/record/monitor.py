@@ -19,6 +19,7 @@ from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
 from memcallback.prediction.predict_or_warn import (
     PredictedSteps,
+    begun_with,
     device_or_error,
     predict_or_warn,
     predicted_modules,
@@ -137,6 +138,7 @@ class Monitor:
         """
         # Without `make_step` nothing is predicted; a batch that `make_step` checks is not given.
         meter, settings = self._recorder.meter, self._settings
+        at_start, self._at_start = self._at_start, None
         self._setup = self._setup_of(None)
         if model is not None:
             warn_of_devices(model, meter.device)
@@ -152,8 +154,7 @@ class Monitor:
             self._recorder.count_beside(step.beside().values())
             batch = step.batch
         device, device_name = device_or_error(meter.device), meter.device_name
-        make, segments = make_step, self._at_start.segments(batch) if self._at_start else ()
-        self._at_start = None
+        make, segments = make_step, at_start.segments(batch) if at_start else ()
 
         def work(say: Callable[[str], None]) -> tuple[StepPrediction | None, Any]:
             prediction = None
@@ -168,7 +169,7 @@ class Monitor:
                     make_simpler=make_simpler,
                 )
                 if isinstance(prediction, Prediction):
-                    prediction = prediction.begun_with(segments)
+                    prediction = begun_with(prediction, segments)
             return prediction, None if more is None else more(prediction, say)
 
         self._on_predicted = on_predicted
@@ -349,6 +350,7 @@ class Monitor:
 
     def close(self) -> None:
         """Flush the writers and release the loop. Nothing is written or printed afterwards."""
+        self._at_start = None
         if self._pending is not None:
             self._pending.close()
             self._pending = None

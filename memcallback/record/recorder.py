@@ -93,10 +93,10 @@ class MemoryRecorder(StepRecorder):
                 "sample_every_n_steps", sample_every_n_steps, "Leave it out for every 50th step."
             )
         )
+        self._device = None if device is None else torch.device(device)
         remember_handlers()
         followed = Followed(sampling)
         followed.add(model, optimizer)
-        self._device = None if device is None else torch.device(device)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler
         self._watch: Watch | None = None

@@ -198,6 +198,14 @@ def test_more_than_the_device_has_is_left_out():
     assert plain.begun_with([*MODEL, free(4 * GiB)]) is plain
 
 
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_segments_of_another_kind_than_the_settings_have_are_left_out(is_expandable):
+    settings = AllocatorSettings(expandable_segments=not is_expandable)
+    plain = predicted(traced_step(16), settings)
+    segments = [replace(one, is_expandable=is_expandable) for one in (*MODEL, free(12 * MiB))]
+    assert plain.begun_with(segments) is plain
+
+
 def test_a_process_with_the_model_alone_changes_nothing():
     plain = prediction(16)
     assert plain.begun_with(MODEL) is plain

@@ -315,3 +315,12 @@ def test_without_an_optimizer_every_logged_step_is_recorded(parts):
 def test_a_logged_accumulation_window_is_recorded_whole(parts):
     recorded = recorded_of(parts, 60, accumulate=3)
     assert len(recorded) == len({number // 3 for number in recorded}) * 3 < 60
+
+
+def test_a_device_that_does_not_exist_leaves_no_hook():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = {name: len(part) for name, part in vars(optimizer).items() if "hooks" in name}
+    with pytest.raises(RuntimeError, match="nonsense"):
+        MemoryRecorder(model, optimizer, device="nonsense")
+    assert before == {name: len(part) for name, part in vars(optimizer).items() if "hooks" in name}

@@ -6,7 +6,7 @@ an earlier training) leaves free segments, which the training uses.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -45,10 +45,12 @@ class Segment:
     Attributes:
         is_small: Whether it belongs to the small pool.
         parts: Its blocks, by address.
+        is_expandable: Whether it is expandable.
     """
 
     is_small: bool
     parts: tuple[Part, ...]
+    is_expandable: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -98,7 +100,8 @@ def read_segments(
             requested_bytes = 0 if is_free else block["requested_size"]
             parts.append(Part(block["size"], requested_bytes, not is_free and address in held))
             address += block["size"]
-        found.append(Segment(segment["segment_type"] == "small", tuple(parts)))
+        is_expandable = segment.get("is_expandable", False)
+        found.append(Segment(segment["segment_type"] == "small", tuple(parts), is_expandable))
     return tuple(found)
 
 
@@ -113,7 +116,7 @@ def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segmen
     if not segments:
         return ()
     before = [alloc for alloc in not_freed(events[: first_step_start(events)]) if alloc.size_bytes]
-    wanted: defaultdict[int, list[int]] = defaultdict(list)
+    wanted: defaultdict[int, deque[int]] = defaultdict(deque)
     for alloc in before:
         if not alloc.stream:
             wanted[alloc.size_bytes].append(alloc.id)
@@ -133,7 +136,7 @@ def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segmen
     is_elsewhere = any(ids and size_bytes > SMALL_SIZE_BYTES for size_bytes, ids in wanted.items())
     if is_unknown or is_elsewhere:
         return ()
-    workspaces: defaultdict[int, list[int]] = defaultdict(list)
+    workspaces: defaultdict[int, deque[int]] = defaultdict(deque)
     for alloc in _workspaces(events):
         workspaces[alloc.size_bytes].append(alloc.id)
     found = [_with_ids(segment, workspaces, is_held=False) for segment in found]
@@ -144,10 +147,10 @@ def placed(segments: Sequence[Segment], events: Sequence[Event]) -> tuple[Segmen
     )
 
 
-def _with_ids(segment: Segment, wanted: Mapping[int, list[int]], *, is_held: bool) -> Segment:
+def _with_ids(segment: Segment, wanted: Mapping[int, deque[int]], *, is_held: bool) -> Segment:
     """The segment with the id of an allocation of the same size at each block that has none."""
     parts = (
-        part._replace(id=wanted[part.requested_bytes].pop(0))
+        part._replace(id=wanted[part.requested_bytes].popleft())
         if part.requested_bytes
         and part.id is None
         and part.is_held == is_held

@@ -144,12 +144,22 @@ class CachingAllocator:
                 pool.release(block, self._device)
 
     def adopt(self, segments: Sequence[Segment]) -> dict[int, Block]:
-        """Take over segments, before the first allocation; nothing if they are too large.
+        """Take over segments, before the first allocation; none if they are too large.
+
+        Nor if they are of another kind than the settings have, which can change in a program.
 
         Returns the blocks whose parts have an id, by it. Other blocks in use belong to others, and
         `allocated_bytes` leaves them out.
         """
-        if not self._device.has_room(total_bytes(segments)):
+        is_other_kind = any(
+            segment.is_expandable is not self.settings.expandable_segments
+            or (
+                segment.is_expandable
+                and segment.size_bytes % self._page_bytes(is_small=segment.is_small)
+            )
+            for segment in segments
+        )
+        if is_other_kind or not self._device.has_room(total_bytes(segments)):
             return {}
         free: list[Block] = []
         found: dict[int, Block] = {}
@@ -181,6 +191,7 @@ class CachingAllocator:
             Segment(
                 blocks[0].pool.is_small,
                 tuple(Part(block.size_bytes, block.requested_bytes) for block in blocks),
+                self.settings.expandable_segments,
             )
             for blocks in self.snapshot()
             if not blocks[0].stream
@@ -225,7 +236,7 @@ class CachingAllocator:
         """A stream's small or large pool (`get_pool`)."""
         pools = self._small if is_small else self._large
         if stream not in pools:
-            page_bytes = SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
+            page_bytes = self._page_bytes(is_small=is_small)
             is_expandable = self.settings.expandable_segments
             pools[stream] = (
                 ExpandablePool(stream, is_small=is_small, page_bytes=page_bytes)
@@ -233,6 +244,10 @@ class CachingAllocator:
                 else Pool(stream, is_small=is_small)
             )
         return pools[stream]
+
+    def _page_bytes(self, *, is_small: bool) -> int:
+        """A page of an expandable segment."""
+        return SMALL_SEGMENT_BYTES if is_small else self.settings.large_segment_bytes
 
     def _pools(self) -> Iterator[Pool]:
         """All pools, in the order in which they are released."""

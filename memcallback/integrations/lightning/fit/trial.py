@@ -304,8 +304,8 @@ def run(
     except TrialOver:
         pass
     finally:
-        probe.end()
         trainer.fit_loop.teardown()  # ends the worker processes of its loaders
+        probe.end()
 
 
 def _isolate(trainer: Any, probe: Any, num_updates: int, folder: str) -> None:

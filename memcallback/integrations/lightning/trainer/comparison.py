@@ -15,7 +15,7 @@ from memcallback.devices.local import local_memory, resolve
 from memcallback.devices.memory import cpu_memory
 from memcallback.integrations.lightning.trainer.savings import TrainerSavings
 from memcallback.prediction.apart import report_progress
-from memcallback.prediction.predict_or_warn import device_or_error
+from memcallback.prediction.predict_or_warn import begun_with, device_or_error
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.settings import MonitorSettings
 from memcallback.savings.plan import Plan
@@ -80,17 +80,15 @@ def comparer(
             return None
 
     def compare(prediction: StepPrediction | None, say: Callable[[str], None]) -> Compared:
-        without = validated = None
-        if isinstance(prediction, Prediction):
-            segments = prediction.at_start
-            without = savings.predict_without(make_step, spec)
-            validated = None if validation is None else validation(prediction.device)
-            without, validated = (one and one.begun_with(segments) for one in (without, validated))
-        return Compared(
-            without=without,
-            plan=None if target is None else plan(target, say),
-            validation=validated,
+        if not isinstance(prediction, Prediction):
+            return Compared(None, None if target is None else plan(target, say), None)
+        without = savings.predict_without(make_step, spec)
+        found = None if target is None else plan(target, say)
+        validated = None if validation is None else validation(prediction.device)
+        without, validated = (
+            one and begun_with(one, prediction.at_start) for one in (without, validated)
         )
+        return Compared(without, found, validated)
 
     return compare
 
