@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memcallback as mc
+from memcallback.core.units import MiB
 from memcallback.batch_size.advice import BatchSizeAdvice
 
 CARD = "Tesla T4"
@@ -91,7 +92,8 @@ def test_a_peak_that_small_batches_do_not_change_is_no_end_of_the_search():
     small = detection(1, height=1, hidden=131072)
     advice = mc.suggest_batch_size(small, device=CARD, multiple_of=1, max_batch_size=16)
     sizes = dict(advice.curve)
-    assert sizes[1] == sizes[2]
+    # With PyTorch 2.6 a workspace of two images takes one more segment of the small pool.
+    assert sizes[1] <= sizes[2] <= sizes[1] + 2 * MiB
     assert advice.batch_size == 16
 
 
