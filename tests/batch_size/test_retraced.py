@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memcallback as mc
-from memcallback.core.units import MiB
 from memcallback.batch_size.advice import BatchSizeAdvice
+from memcallback.core.units import MiB
 
 CARD = "Tesla T4"
 
