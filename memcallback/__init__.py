@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
     from memcallback.diagnose.tensors.change import TensorChange
     from memcallback.diagnose.tensors.diff import TensorDiff
-    from memcallback.integrations.huggingface import MemoryTrainerCallback
+    from memcallback.integrations.huggingface.callback import MemoryTrainerCallback
     from memcallback.integrations.lightning.callback import MemoryCallback
     from memcallback.integrations.lightning.fit.fit_batch_size import fit_batch_size
     from memcallback.prediction.predict import predict
@@ -112,7 +112,7 @@ _DEFINED_IN = {
     "MemoryLog": "record.memory_log",
     "MemoryRecorder": "record.recorder",
     "MemoryStats": "core.step_memory",
-    "MemoryTrainerCallback": "integrations.huggingface",
+    "MemoryTrainerCallback": "integrations.huggingface.callback",
     "MemoryWarning": "core.errors",
     "ModuleTable": "core.module_table",
     "OutOfMemoryReport": "diagnose.out_of_memory.report",

@@ -19,9 +19,9 @@ from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
 from memcallback.diagnose.health.growth import Progress
-from memcallback.integrations.huggingface_frames import call_after_train, wrapped_by_trainer
-from memcallback.integrations.huggingface_predictor import StepPredictor
-from memcallback.integrations.huggingface_step import is_known_wrapper
+from memcallback.integrations.huggingface.frames import call_after_train, wrapped_by_trainer
+from memcallback.integrations.huggingface.predictor import StepPredictor
+from memcallback.integrations.huggingface.step import is_known_wrapper
 from memcallback.integrations.worst_moment import note_worst_moment
 from memcallback.isolation.isolated import TIMEOUT_S
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -50,7 +50,7 @@ else:
             "this package: pip install transformers accelerate."
         ) from error
 
-from memcallback.integrations.report_to import destinations_here
+from memcallback.integrations.huggingface.report_to import destinations_here
 
 _SEVERAL_DEVICES = (
     "The Trainer uses several devices in one process (DataParallel). The recorded memory "

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerControl
 
 from memcallback.core.errors import faults_as_warnings
-from memcallback.integrations.huggingface_frames import callbacks_here
+from memcallback.integrations.huggingface.frames import callbacks_here
 from memcallback.report.loggers.destination import Destination, ValuesOnly
 from memcallback.report.loggers.tensorboard import TensorBoardRun
 from memcallback.report.loggers.tracking import CometExperiment, MlflowRun, WandbRun

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memcallback.core.units import format_bytes
-from memcallback.integrations.huggingface_frames import inputs_in, training_step_here
-from memcallback.integrations.huggingface_step import PlannedEvaluation, more_samples, step_of
+from memcallback.integrations.huggingface.frames import inputs_in, training_step_here
+from memcallback.integrations.huggingface.step import PlannedEvaluation, more_samples, step_of
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.monitor import Monitor
 from memcallback.record.settings import MonitorSettings
