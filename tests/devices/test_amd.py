@@ -90,7 +90,7 @@ def sizes(prediction, *, of_workspaces):
 def test_a_step_differs_from_that_of_an_a100_in_its_workspaces_alone(name):
     amd, nvidia = predicted(name), predicted("A100-80GB")
     assert sizes(amd, of_workspaces=False) == sizes(nvidia, of_workspaces=False)
-    assert amd.caveats[0].startswith("A card of AMD")
+    assert any(caveat.startswith("A card of AMD") for caveat in amd.caveats)
 
 
 @pytest.mark.parametrize(
