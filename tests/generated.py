@@ -323,9 +323,9 @@ def measured(program):
             if number == 0:
                 optimizer.zero_grad()
             with recorder.phase(Phase.FORWARD):
-                whole = loss_function(model, fresh)
-                loss = whole / program.accumulate if program.accumulate > 1 else whole
-            del whole
+                loss = loss_function(model, fresh)
+                if program.accumulate > 1:
+                    loss = loss / program.accumulate
             with recorder.phase(Phase.BACKWARD):
                 loss.backward()
             if number == program.accumulate - 1:
