@@ -1,17 +1,17 @@
 """Trainings on a device that begin with segments which something before them has left."""
 
-import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import lightning.pytorch as L
 import pytest
 import torch
+import trained_again
 import training
 from device_loop import empty_device
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-import memcallback as mc
 
 pytestmark = pytest.mark.cuda
 WIDTH = 12288
@@ -52,50 +52,35 @@ def test_the_sanity_check_of_a_trainer(tmp_path, num_samples, precision):
     training.check_on_cuda(tmp_path, Restores(), precision=precision, **data)
 
 
-def trained(model, batch, optimizer=None, num_steps=3):
-    """What is predicted of a training, and its last step."""
-    optimizer = torch.optim.Adam(model.parameters()) if optimizer is None else optimizer
-    step = mc.TrainingStep(
-        model, batch, loss=lambda model, batch: model(batch).sum(), optimizer=optimizer
-    )
-    recorder = mc.MemoryRecorder(model, optimizer)
-    with mc.MemoryLog(recorder, step, log_dir=None, wait_for_prediction=True) as log:
-        for _ in range(num_steps):
-            on_device = batch.cuda()
-            with recorder.step(on_device):
-                optimizer.zero_grad()
-                with recorder.phase(mc.Phase.FORWARD):
-                    loss = model(on_device).sum()
-                with recorder.phase(mc.Phase.BACKWARD):
-                    loss.backward()
-                with recorder.phase(mc.Phase.OPTIMIZER_STEP):
-                    optimizer.step()
-            del on_device, loss
-        prediction = log.prediction
-    return prediction, recorder.steps[-1]
+@pytest.fixture(scope="module")
+def trainings():
+    """What trainings one after the other in one process were predicted to take, and took."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(trained_again.run).result()
 
 
-def layers():
-    return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 512)).cuda()
-
-
-def loop(batch):
-    """A training with a model of its own."""
-    found = trained(layers(), batch)
-    gc.collect()
-    return found
-
-
-def test_a_second_training_in_a_process():
-    empty_device()
-    first, measured = loop(torch.zeros(4096, 2048))
-    assert first.at_start == ()
-    assert first.peak_reserved_bytes == measured.peak_reserved_bytes
-    second, measured = loop(torch.zeros(512, 2048))
-    assert second.peak_reserved_bytes == measured.peak_reserved_bytes
-    assert sum("something ran before" in caveat for caveat in second.caveats) == 1
+def test_a_second_training_in_a_process(trainings):
+    first, second = trainings["first"], trainings["second"]
+    assert first["num_segments"] == 0
+    assert first["predicted"] == first["measured"]
+    assert second["predicted"] == second["measured"]
+    assert sum("something ran before" in caveat for caveat in second["caveats"]) == 1
     # For a process of its own it is the same as if nothing had been there.
-    assert second.on("RTX 3090").peak_reserved_bytes < measured.peak_reserved_bytes / 1.5
+    assert second["alone"] < second["measured"][1] / 1.5
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_the_same_model_once_more(trainings, has_gradients, keeps_optimizer):
+    found = trainings[has_gradients, keeps_optimizer]
+    assert found["num_segments"] > 0
+    assert found["predicted"] == found["measured"]
+
+
+def test_a_batch_on_the_device_that_all_steps_share(trainings):
+    found = trainings["shared batch"]
+    assert found["predicted"] == found["measured"]
 
 
 def test_an_allocator_that_has_no_snapshot(monkeypatch):
@@ -104,33 +89,9 @@ def test_an_allocator_that_has_no_snapshot(monkeypatch):
 
     empty_device()
     monkeypatch.setattr(torch.cuda, "memory_snapshot", fail)
-    prediction, measured = loop(torch.zeros(512, 2048))
-    assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
-
-
-@pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("keeps_optimizer", [False, True])
-def test_the_same_model_once_more(has_gradients, keeps_optimizer):
-    empty_device()
-    model = layers()
-    optimizer = torch.optim.Adam(model.parameters())
-    trained(model, torch.zeros(4096, 2048), optimizer)
-    if not has_gradients:
-        optimizer.zero_grad()
-    if not keeps_optimizer:
-        optimizer = torch.optim.Adam(model.parameters())
-    gc.collect()
-    prediction, measured = trained(model, torch.zeros(512, 2048), optimizer)
+    prediction, measured = trained_again.a_model_of_its_own(torch.zeros(512, 2048))
+    assert prediction.at_start == ()
     assert prediction.peak_allocated_bytes == measured.peak_allocated_bytes
-    assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
-
-
-def test_a_batch_on_the_device_that_all_steps_share():
-    empty_device()
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).cuda()
-    batch = torch.zeros(1024, 1024).cuda()
-    prediction, measured = trained(model, batch)
-    assert prediction.peak_reserved_bytes == measured.peak_reserved_bytes
 
 
 def test_a_recorded_history_is_not_read(monkeypatch):
@@ -146,13 +107,13 @@ def test_a_recorded_history_is_not_read(monkeypatch):
 
     empty_device()
     monkeypatch.setattr(torch.cuda, "memory_snapshot", of_today)
-    loop(torch.zeros(8, 2048))
+    trained_again.a_model_of_its_own(torch.zeros(8, 2048))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", of_before)
-    loop(torch.zeros(8, 2048))
+    trained_again.a_model_of_its_own(torch.zeros(8, 2048))
     assert calls == [False, "all"]
     torch.cuda.memory._record_memory_history(max_entries=10)
     try:
-        loop(torch.zeros(8, 2048))
+        trained_again.a_model_of_its_own(torch.zeros(8, 2048))
     finally:
         torch.cuda.memory._record_memory_history(None)
     assert calls == [False, "all"]
