@@ -149,9 +149,8 @@ class _Replayer(Generic[_Block]):
 
     def run(self) -> None:
         """Replay all events; an OutOfMemoryError is noted in the result and raised."""
-        windows = last_windows(self.events)
         position = self.begin()
-        for window in windows:
+        for window in last_windows(self.events):
             self.play(position, window.start)
             before, num_earlier = list(self.alive), len(self.result.steps)
             self.play(window.start, window.stop)

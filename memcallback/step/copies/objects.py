@@ -37,7 +37,7 @@ from memcallback.step.copies.known import remember_values
 T = TypeVar("T")
 AtCopy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")
-#: What is not copied where it need not be: arrays of so many bytes, containers of so many items.
+#: A copy shares larger plain data with the original: bytes of an array, items of a container.
 _LARGE_BYTES, _LARGE_LENGTH = MiB, 10_000
 _DATA_CONTAINERS = (dict, list, tuple, set, frozenset)
 #: Large containers that were looked through in a process of its own, which makes many copies: each
