@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,9 @@ class MemoryLog:
         # be one more for as long as the training lasts.
         on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), step.batch)
         self._step = step.varied(batch=on_host)
-        self._monitor.begin(lambda: step, model=step.model)
+        assert self._monitor.at_start is not None, "with a step there is a prediction"
+        (make_step,) = self._monitor.at_start.with_others(partial(copy, step))
+        self._monitor.begin(make_step, model=step.model)
 
     def __enter__(self) -> MemoryLog:
         return self

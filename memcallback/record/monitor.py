@@ -68,6 +68,8 @@ class Monitor:
         report: The last report; None before the first.
         out_of_memory: The report on the out-of-memory error that ended the training; None if none
             did.
+        at_start: What the allocator has as the training begins; None where nothing is predicted,
+            and once the prediction has begun.
         publisher: What prints and logs; the callbacks use it for what is theirs alone.
     """
 
@@ -113,8 +115,7 @@ class Monitor:
         self._on_predicted: OnPredicted | None = None
         self._peaks = PeakHistory()
         device = recorder.meter.device
-        #: What the allocator has as the training begins.
-        self._at_start = AllocatorAtStart(recorder) if settings.predict else None
+        self.at_start = AllocatorAtStart(recorder) if settings.predict else None
         self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
         self._health: HealthMonitor | None = None
@@ -138,7 +139,7 @@ class Monitor:
         """
         # Without `make_step` nothing is predicted; a batch that `make_step` checks is not given.
         meter, settings = self._recorder.meter, self._settings
-        at_start, self._at_start = self._at_start, None
+        at_start, self.at_start = self.at_start, None
         self._setup = self._setup_of(None)
         if model is not None:
             warn_of_devices(model, meter.device)
@@ -350,7 +351,7 @@ class Monitor:
 
     def close(self) -> None:
         """Flush the writers and release the loop. Nothing is written or printed afterwards."""
-        self._at_start = None
+        self.at_start = None
         if self._pending is not None:
             self._pending.close()
             self._pending = None

@@ -37,7 +37,7 @@ def check_also(also: object) -> dict[str, Any]:
     else:
         raise TypeError(f"also must be a list, got {described(also)}. {_GIVE}")
     for name, item in named.items():
-        if next(_tensors_of(item), None) is None:
+        if next(tensors_of(item), None) is None:
             raise TypeError(f"{name} is {described(item)}, with no tensor in it. {_GIVE}")
     return named
 
@@ -50,16 +50,16 @@ def beside(
     Functions reach a module by a variable, and so do the model's hooks; the model may also hide one
     in a list, where it is no part of it.
     """
-    tensors = {id(tensor) for tensor in _tensors_of(model)}
+    tensors = {id(tensor) for tensor in tensors_of(model)}
     modules = {id(part) for part in model.modules()}
     found: dict[str, Any] = {}
 
     def add(name: str, item: object) -> None:
         if isinstance(item, nn.Module):
             modules.update(map(id, item.modules()))
-        if new := {id(tensor) for tensor in _tensors_of(item)} - tensors:
+        if new := {id(tensor) for tensor in tensors_of(item)} - tensors:
             tensors.update(new)
-            found[_new_name(name, found)] = item
+            found[new_name(name, found)] = item
 
     for name, item in also.items():
         add(name, item)
@@ -72,12 +72,22 @@ def beside(
     return found
 
 
+def tensors_reached(model: nn.Module, functions: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors that functions and a model's hooks reach by a variable, those of modules too."""
+    for _, value in _variables(model, functions):
+        for item in walk([value], _parts):
+            if isinstance(item, nn.Module):
+                yield from tensors_of(item)
+            elif isinstance(item, torch.Tensor):
+                yield item
+
+
 def plain_tensors(model: nn.Module, *, on_host: bool) -> dict[str, list[torch.Tensor]]:
     """Tensors on the host, or on a device, in plain attributes of modules, by the module's name.
 
     They are neither parameters nor buffers, and stay where they are as the model moves.
     """
-    own = {id(tensor) for tensor in _tensors_of(model)}
+    own = {id(tensor) for tensor in tensors_of(model)}
     found = {
         name: [
             tensor
@@ -121,7 +131,8 @@ def _plain_attributes(module: nn.Module) -> dict[str, object]:
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
-def _tensors_of(item: object) -> Iterator[torch.Tensor]:
+def tensors_of(item: object) -> Iterator[torch.Tensor]:
+    """The tensors of a module, or in a container."""
     if isinstance(item, nn.Module):
         return chain(item.parameters(), item.buffers())
     return tensors_in(item)
@@ -129,7 +140,7 @@ def _tensors_of(item: object) -> Iterator[torch.Tensor]:
 
 def _has_plain_tensors(module: nn.Module) -> bool:
     """Whether a module has tensors, and all are such that fakes can stand for them."""
-    tensors = [*_tensors_of(module)]
+    tensors = [*tensors_of(module)]
     return (
         bool(tensors)
         and not any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
@@ -149,7 +160,7 @@ def _parts(value: object) -> list[Any] | None:
     return None if isinstance(value, nn.Module) or callable(value) else contents_of(value)
 
 
-def _new_name(name: str, taken: Mapping[str, object]) -> str:
+def new_name(name: str, taken: Mapping[str, object]) -> str:
     """A name that is not taken: its own, or with a number."""
     number, new = 1, name
     while new in taken:

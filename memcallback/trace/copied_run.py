@@ -28,6 +28,7 @@ from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.caveats import caveats
 from memcallback.trace.dispatch.mode import TraceMode
+from memcallback.trace.dispatch.real_tensors import addresses
 from memcallback.trace.loops.batches import Batches, hook_error
 from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
@@ -114,6 +115,13 @@ class CopiedRun:
             name = type(request.datamodule).__name__
             raise hook_error(f"{name} cannot be copied", error) from error
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
+        #: Of what is there whether it runs or not: the addresses of its storages.
+        also = {**(training.also if training else {}), **step.also}
+        self._also = {name: addresses(it) for name, it in beside.items() if name in also}
+        self._is_of_datamodule_on_host = {
+            attribute: [mode.spec is not None and not is_on_device(one) for one in holders_in(part)]
+            for attribute, part in self._parts_of_datamodule.items()
+        }
         if mode.spec:
             roots = *self._beside.values(), *self._copies_for_datamodule.values()
             show_device((self._model, *roots))
@@ -136,7 +144,6 @@ class CopiedRun:
     def run(self) -> None:
         """Run the updates, and the forward passes after them."""
         request, mode = self._request, self._mode
-        step = request.step
         for one in (self._training, self._inference):
             if one is not None and one.prepare is not None:
                 self._examples[one.stage] = one.prepare(self._model, self._examples[one.stage])
@@ -165,8 +172,12 @@ class CopiedRun:
                 name, tensors = attributes.popitem()
                 self.marks.add_beside(name, tensors, is_host=is_host)
         for name, it in self._beside.items():
-            add = self.marks.add_beside if name in step.also else self.marks.add_when_it_runs
-            add(name, it, is_host=self._is_beside_on_host[name])
+            is_host = self._is_beside_on_host[name]
+            if name in self._also:
+                self.marks.add_beside(name, it, is_host=is_host)
+                mode.real_tensors.are_recorded(self._also[name], it, mode.ledger)
+            else:
+                self.marks.add_when_it_runs(name, it, is_host=is_host)
         optimizers = self._optimizers()
         self._infos = self.marks.module_infos()
         with self.marks.modules_followed(), closing(batches):
@@ -181,10 +192,9 @@ class CopiedRun:
         datamodule = self._request.datamodule
         if datamodule is None:
             return None
-        for attribute, part in self._parts_of_datamodule.items():
+        for attribute, are_on_host in self._is_of_datamodule_on_host.items():
             copies = holders_in(self._copies_for_datamodule[attribute])
-            for holder, copy in zip(holders_in(part), copies, strict=True):
-                is_host = self._mode.spec is not None and not is_on_device(holder)
+            for is_host, copy in zip(are_on_host, copies, strict=True):
                 name = f"{type(datamodule).__name__}.{attribute}"
                 self.marks.add_beside(name, copy, is_host=is_host)
         return stand_in(datamodule, self._copies_for_datamodule)

@@ -395,3 +395,22 @@ def test_a_target_network_that_runs_after_the_model_was_moved_before_the_first_s
     said = predicted(model, loss, also=[target])
     assert found.step == said.step
     assert found.steps[0] == said.steps[0]
+
+
+@pytest.mark.parametrize("kind", ["module", "tensors"])
+def test_what_is_there_in_a_training_is_there_in_its_validation(kind):
+    model, average = network(64), network(512)
+    also = {"average": average if kind == "module" else list(average.parameters())}
+    alone, beside = (
+        mc.predict(
+            mc.InferenceStep(
+                model,
+                BATCH,
+                after=mc.TrainingStep(model, BATCH, optimizer=torch.optim.AdamW, also=more),
+            ),
+            device=CARD,
+        )
+        for more in (None, also)
+    )
+    added = beside.peak_allocated_bytes - alone.peak_allocated_bytes
+    assert 0 <= added - num_bytes(average) < 4 * 512

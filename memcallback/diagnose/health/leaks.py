@@ -16,7 +16,7 @@ import torch
 from memcallback.core.code_lines import is_library
 from memcallback.core.torch_private import DisableTorchFunctionSubclass, storage_id
 from memcallback.core.types import Category
-from memcallback.diagnose.tensors.live import alive_tensors, grad_fn_of, live_storages
+from memcallback.diagnose.tensors.live import alive_objects, grad_fn_of, live_storages
 from memcallback.diagnose.tensors.saved import graph_nodes
 from memcallback.diagnose.tensors.variables import (
     Scope,
@@ -131,7 +131,7 @@ def live_by_owner(
     frames: Sequence[FrameType],
 ) -> LiveByOwner:
     """Group the live storages of a device by owner, without allocating or keeping any alive."""
-    tensors = alive_tensors()
+    tensors = alive_objects(torch.Tensor)
     in_globals = list(_global_tensors())
     owner_in_globals = _owner_of_storages(in_globals)
     computed = _computed_storages(tensors)

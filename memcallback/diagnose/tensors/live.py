@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from memcallback.core.types import Category
 from memcallback.core.visible import visible_name
 from memcallback.diagnose.tensors.saved import graph_nodes, saved_tensors
 from memcallback.diagnose.tensors.variables import Scope, module_attributes, scope_tensors, scopes
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ def live_storages(
 ) -> list[tuple[LiveTensor, weakref.ref[torch.UntypedStorage]]]:
     """The same with weak references; `others` are all tensors Python knows, if already listed."""
     around = scopes(frames)
-    others = alive_tensors() if others is None else others
+    others = alive_objects(torch.Tensor) if others is None else others
     with DisableTorchFunctionSubclass():
         models = _models(list(modules), around)
         named = _named_parameters(models)
@@ -143,15 +145,15 @@ def live_storages(
     return search.result
 
 
-def alive_tensors() -> list[torch.Tensor]:
-    """All tensors that Python knows."""
+def alive_objects(*wanted: type[T]) -> list[T]:
+    """All objects of some classes that Python knows."""
     # A process has a million objects and more, so we compare the ids of their types, and run no
     # Python code per object.
-    kinds: list[type] = [torch.Tensor]
+    kinds: list[type] = [*wanted]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
-    are_tensors, objects = set(map(id, kinds)), gc.get_objects()
-    return list(compress(objects, map(are_tensors.__contains__, map(id, map(type, objects)))))
+    are_wanted, objects = set(map(id, kinds)), gc.get_objects()
+    return list(compress(objects, map(are_wanted.__contains__, map(id, map(type, objects)))))
 
 
 #: A tensor, its owner, its category and its module.

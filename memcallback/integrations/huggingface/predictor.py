@@ -12,6 +12,7 @@ from memcallback.core.units import format_bytes
 from memcallback.integrations.huggingface.frames import inputs_in, training_step_here
 from memcallback.integrations.huggingface.step import PlannedEvaluation, more_samples, step_of
 from memcallback.prediction.prediction import Prediction, StepPrediction
+from memcallback.record.allocator_at_start import MakeStep
 from memcallback.record.monitor import Monitor
 from memcallback.record.settings import MonitorSettings
 from memcallback.step.loss import Loss
@@ -76,15 +77,20 @@ class StepPredictor:
             notes = more_samples(whole, self._args.train_batch_size)
             monitor.notes = (*monitor.notes, *notes)
         loss = self._loss_for(num_items)
+        makers: list[MakeStep] = [
+            partial(self._step, model, whole, loss) for model in (self._trained, self._evaluated)
+        ]
+        if monitor.at_start is not None:
+            makers = monitor.at_start.with_others(*makers)
+        make_step, make_evaluated = makers
 
         def more(prediction: StepPrediction | None, say: Callable[[str], None]) -> Any:
             if evaluation is None or not isinstance(prediction, Prediction):
                 return None
-            make_step = partial(self._step, self._evaluated, whole, loss)
-            return evaluation.predict(make_step, whole, prediction.device)
+            return evaluation.predict(make_evaluated, whole, prediction.device)
 
         monitor.begin(
-            partial(self._step, self._trained, whole, loss),
+            make_step,
             model=self._trained,
             batch=whole,
             make_simpler=make_simpler,

@@ -94,6 +94,10 @@ class Ledger:
         self._follow(storage, entry)
         return entry
 
+    def share(self, tensor: torch.Tensor, entry: Entry) -> None:
+        """Record that a dense tensor lies in an allocation, too, which lasts at least as long."""
+        self._by_storage[storage_id(tensor.untyped_storage())] = entry
+
     def alloc(
         self, size_bytes: int, category: Category | None, operator: str, *, is_host: bool = False
     ) -> Entry:

@@ -132,7 +132,7 @@ class TraceMode(FakeTensorMode):
         self.num_windows, self.num_windows_to_settle = 0, 1
         self.is_capturing = False
         self.check_inputs: Callable[[str, Sequence[object]], None] | None = None
-        self._real_tensors = RealTensors(self, self.in_flight)
+        self.real_tensors = RealTensors(self, self.in_flight)
         self._in_place = InPlace(lambda tensor: self.ledger.find(tensor))
         self._replayed_views = ReplayedViews(self._in_place)
         self._gradients = Gradients(is_cuda=spec is not None, assumed=self.assumed)
@@ -160,7 +160,7 @@ class TraceMode(FakeTensorMode):
             return self._by_wrapper(func, args, kwargs)
         if self.keeps_numbers and is_of_numbers(args, kwargs):
             ledger = self.ledger if self.is_recording else None
-            return self._real_tensors.run(OpCall(func, args, kwargs, self.spec), ledger)
+            return self.real_tensors.run(OpCall(func, args, kwargs, self.spec), ledger)
         if self._is_inside or not self.is_recording:
             return self.dispatch(func, types, args, kwargs)
         placement = self.placement
@@ -172,7 +172,7 @@ class TraceMode(FakeTensorMode):
                 if func not in _TAKES_REAL and not all(
                     isinstance(tensor, FakeTensor) for tensor in call.inputs
                 ):
-                    fake_of = partial(self._real_tensors.fake_of, self.ledger)
+                    fake_of = partial(self.real_tensors.fake_of, self.ledger)
                     args, kwargs = tree_map_only(torch.Tensor, fake_of, (args, kwargs))
                     call = OpCall(func, args, kwargs, self.spec)
                 decomposition = self._decomposition(call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,8 +10,10 @@ from memcallback.core.tensors import dense_parts, sparse_tensor
 from memcallback.core.torch_private import FakeTensor, FakeTensorMode, no_dispatch
 from memcallback.core.types import Category
 from memcallback.cuda.op_call import OpCall, tensors_of
+from memcallback.step.beside import tensors_of as all_tensors_of
 from memcallback.step.copies.known import remember_values
 from memcallback.trace.dispatch.collectives import InFlight, is_collective
+from memcallback.trace.dispatch.entries import Entry
 from memcallback.trace.dispatch.ledger import Ledger
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -25,6 +27,15 @@ def is_of_numbers(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     )
 
 
+def addresses(it: object) -> list[int]:
+    """Where the storages of a module or of tensors in containers lie; 0 for one without data."""
+    return [part.untyped_storage().data_ptr() for part in _parts(it)]
+
+
+def _parts(it: object) -> Iterator[torch.Tensor]:
+    return (part for tensor in all_tensors_of(it) for part in dense_parts(tensor))
+
+
 class RealTensors:
     """Makes one fake for each real tensor: an operator in place would change the user's tensor."""
 
@@ -32,6 +43,14 @@ class RealTensors:
         self._mode, self._in_flight = mode, in_flight
         #: The real ones are kept, so that their ids are not given out again.
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: Of storages on a device that are in the ledger already, by the address of the real one.
+        self._recorded: dict[int, Entry] = {}
+
+    def are_recorded(self, real: Sequence[int], fakes: object, ledger: Ledger) -> None:
+        """Know that the storages at some addresses, of which there are fakes, are in the ledger."""
+        for address, part in zip(real, _parts(fakes), strict=True):
+            if address and (entry := ledger.find(part)) is not None:
+                self._recorded[address] = entry
 
     def run(self, call: OpCall, ledger: Ledger | None) -> object:
         """Run an operator on real host tensors; record those that are meant for the device."""
@@ -55,7 +74,12 @@ class RealTensors:
                 )
             else:
                 fake = self._fake_of_strided(tensor)
-                ledger.add(fake, None, "", is_host=tensor.device.type == "cpu")
+                is_host = tensor.device.type == "cpu"
+                entry = None if is_host else self._recorded.get(tensor.untyped_storage().data_ptr())
+                if entry is None:
+                    ledger.add(fake, None, "", is_host=is_host)
+                else:
+                    ledger.share(fake, entry)
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
 

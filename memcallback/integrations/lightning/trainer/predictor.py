@@ -95,6 +95,8 @@ class StepPredictor:
         self._loaded_batch.end()
         self._first_shapes = outline(batch), shapes_of(loaded)
         make_step = self._maker_of_step(trainer, pl_module, batch, loaded)
+        if monitor.at_start is not None:
+            (make_step,) = monitor.at_start.with_others(make_step)
         monitor.begin(
             make_step,
             model=pl_module,
