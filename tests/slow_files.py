@@ -32,6 +32,7 @@ SLOW_FILES = (
     "diagnose/test_health_of_trainings.py",
     "docs/test_dashboard.py",
     "integrations/test_callback.py",
+    "integrations/test_fit_ranks.py",
     "integrations/test_huggingface.py",
     "integrations/test_run_state.py",
     "integrations/test_savings_lightning.py",
