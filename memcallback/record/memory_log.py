@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe
+from memcallback.core.errors import fail_safe, faults_as_warnings
 from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.torch_private import tree_map_only
@@ -163,16 +163,19 @@ class MemoryLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._fail(kind, error)
-        self._finish(is_interrupted=kind is not None)
+        try:
+            if kind is not None:
+                self._fail(kind, error)
+        finally:  # also after Ctrl-C in the report
+            self._finish(is_interrupted=kind is not None)
 
     @fail_safe
     def _fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         if not self._is_closed:
-            self._recorder.failed(error)
             note = f"The training ended with {kind.__name__}."
             self._monitor.notes = (*self._monitor.notes, note)
+            with faults_as_warnings("The error that ended the training was not reported."):
+                self._recorder.failed(error)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the results, and is closed: the original goes on alone."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -13,6 +12,7 @@ import torch
 
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
@@ -148,11 +148,13 @@ class Monitor:
                 make_step = None
         if make_step is None or not (settings.predict or more):
             return
-        with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
+        try:
             step = make_step()
             self._setup = self._setup_of(step)
             self._recorder.count_beside(step.beside().values())
             batch = step.batch
+        except Exception as error:  # such a step is warned of where it is predicted
+            raise_if_meant(error)
         device, device_name = device_or_error(meter.device), meter.device_name
         make, segments = make_step, at_start.segments(batch) if at_start else ()
 

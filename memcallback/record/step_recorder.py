@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from memcallback.core.errors import faults_as_warnings
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
@@ -288,15 +289,21 @@ class StepRecorder:
         Returns:
             The record; None if this step was not read.
         """
-        if is_interrupted:
-            with suppress(Exception):  # the error itself goes on, and the step ends
-                self.failed(sys.exc_info()[1])
+        try:
+            if is_interrupted:
+                with faults_as_warnings("The error that ended the step was not reported."):
+                    self.failed(sys.exc_info()[1])
+        finally:  # also after Ctrl-C in the report
+            record = self._end_step(is_interrupted)
+        return record
+
+    def _end_step(self, is_interrupted: bool) -> StepMemory | None:
+        """End the step, whatever ended it, and keep its record."""
         self._is_skipping = False
-        step = self._open
+        step, self._open = self._open, None
         if step is None:
             return None
         step.end()
-        self._open = None
         sampling = self._sampling
         sampling.on_step_end(has_update=step.has_update and not is_interrupted)
         num_updates = sampling.num_updates - step.num_updates_before

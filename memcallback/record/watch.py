@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.phase_spans import begin_backward, begin_update, end_update
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
@@ -134,18 +134,21 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        recorder = self._recorder()
-        if kind is not None and recorder is not None:
-            recorder.failed(error)
-            self.end_step(is_interrupted=True)
-        self.close()
+        try:
+            if error is not None:
+                self.failed(error)
+        finally:  # also after Ctrl-C in the report
+            self.close()
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ends the program, if memory ran out, and end the step."""
         recorder = self._recorder()
-        if recorder is not None:
-            recorder.failed(error)
-        self.end_step(is_interrupted=True)
+        try:
+            if recorder is not None:
+                with faults_as_warnings("The error that ended the training was not reported."):
+                    recorder.failed(error)
+        finally:
+            self.end_step(is_interrupted=True)
 
     def close(self) -> None:
         """Remove the hooks and end the open step; a step with only a forward pass is dropped."""
