@@ -37,11 +37,11 @@ class MemoryLog:
     """Predicts a loop's step, logs prediction and recording to TensorBoard, and prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags), whose
-    steps are optimizer updates. The report is printed as soon as a steady step (one after an
-    optimizer update) is recorded and the prediction, if any, is there. One more line is printed
-    when the log is closed, or several if something changed. In a job of several processes only rank
-    zero writes and prints, including the range of the peaks over the ranks. Make the log after
-    `init_process_group`.
+    steps are optimizer updates; several optimizers of one step make one. The report is printed as
+    soon as a steady step (one after an optimizer update) is recorded and the prediction, if any, is
+    there. One more line is printed when the log is closed, or several if something changed. In a
+    job of several processes only rank zero writes and prints, including the range of the peaks over
+    the ranks. Make the log after `init_process_group`.
 
     As a context manager it closes itself. It is closed with its recorder too.
 

@@ -158,7 +158,7 @@ class StepRecorder:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates since the recording began."""
+        """Steps with an optimizer update since the recording began."""
         return self._sampling.num_updates
 
     @property
@@ -221,7 +221,7 @@ class StepRecorder:
             )
         is_logged = sample or any(listener.wants_step() for listener in self._listeners)
         reads_all = self.meter.reads_every_step
-        is_sampled = self._sampling.samples_next(is_logged=is_logged and not reads_all)
+        is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
         self._is_skipping = not (is_sampled or reads_all)
         forget_failure()
         forget_explained()
@@ -234,7 +234,7 @@ class StepRecorder:
             meter=self.meter,
             is_sampled=is_sampled,
             per_module=self._per_module,
-            num_updates_before=self.num_updates,
+            num_updates_before=self._sampling.num_optimizer_updates,
         )
         self._open.begin()
 
@@ -306,7 +306,7 @@ class StepRecorder:
         step.end()
         sampling = self._sampling
         sampling.on_step_end(has_update=step.has_update and not is_interrupted)
-        num_updates = sampling.num_updates - step.num_updates_before
+        num_updates = sampling.num_optimizer_updates - step.num_updates_before
         record, compute_modules = step.to_memory(
             index=sampling.num_steps - 1,
             num_updates=num_updates if sampling.counts_updates else None,
