@@ -14,7 +14,6 @@ from memcallback.core.errors import fail_safe, faults_as_warnings
 from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.torch_private import tree_map_only
-from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, described, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
@@ -218,7 +217,7 @@ class MemoryLog:
         if record.is_interrupted:
             return
         number = self._recorder.num_updates
-        is_window_complete = Phase.OPTIMIZER_STEP in record.phases
+        is_window_complete = self._recorder.made_update(record)
         # If the step before a point was not recorded, the next one takes its place.
         is_due = (
             is_window_complete and number // self._interval > self._last_point // self._interval

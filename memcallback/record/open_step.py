@@ -155,11 +155,6 @@ class OpenStep:
         self.end_reading()
 
     @property
-    def has_update(self) -> bool:
-        """Whether a phase that is over was an optimizer step."""
-        return any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in self._windows)
-
-    @property
     def stats(self) -> tuple[MemoryStats, ...]:
         """All readings, once the reading is over."""
         return self._stats

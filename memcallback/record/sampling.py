@@ -22,6 +22,7 @@ class Sampling:
     Attributes:
         interval: Updates from one sampled step to the next, after the first ones.
         counts_updates: Whether optimizers call `on_update`; else each optimizer step is an update.
+        counts_backward: Whether a step with a backward pass is an update too, as none can be seen.
         num_steps: Steps that have ended.
         num_updates: Updates so far. Several optimizers of one step make one update.
         num_optimizer_updates: The updates of each optimizer, as far as they are counted.
@@ -29,6 +30,7 @@ class Sampling:
 
     interval: int
     counts_updates: bool = False
+    counts_backward: bool = False
     num_steps: int = 0
     num_updates: int = 0
     num_optimizer_updates: int = 0
@@ -45,7 +47,7 @@ class Sampling:
             self.num_updates += 1
 
     def on_step_end(self, *, has_update: bool) -> None:
-        """A step with or without an optimizer step has ended."""
+        """A step with or without an update has ended."""
         self.num_steps += 1
         if has_update and not self.counts_updates:
             self.num_updates += 1

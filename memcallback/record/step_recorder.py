@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -72,7 +72,8 @@ class StepRecorder:
         self._sampling = sampling
         self._per_module = per_module
         self._open: OpenStep | None = None
-        self._is_skipping = False
+        #: The phases of the open step, if it is not recorded.
+        self._skipped: set[Phase] | None = None
         self._listeners: list[StepListener] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class StepRecorder:
             "_sampling": sampling,
             "_followed": Followed(sampling),
             "_open": None,
-            "_is_skipping": False,
+            "_skipped": None,
             "_listeners": [],
         }
 
@@ -161,10 +162,18 @@ class StepRecorder:
         """Steps with an optimizer update since the recording began."""
         return self._sampling.num_updates
 
+    def made_update(self, record: StepMemory) -> bool:
+        """Whether a recorded step made an update, as far as that can be seen."""
+        return not record.is_interrupted and self._is_update(record.phases)
+
+    def _is_update(self, phases: Iterable[Phase]) -> bool:
+        last = (Phase.BACKWARD,) if self._sampling.counts_backward else ()
+        return any(phase in (Phase.OPTIMIZER_STEP, *last) for phase in phases)
+
     @property
     def is_in_step(self) -> bool:
         """Whether a step is open, recorded or not."""
-        return self._open is not None or self._is_skipping
+        return self._open is not None or self._skipped is not None
 
     @property
     def current_phase(self) -> Phase | None:
@@ -222,11 +231,10 @@ class StepRecorder:
         is_logged = sample or any(listener.wants_step() for listener in self._listeners)
         reads_all = self.meter.reads_every_step
         is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
-        self._is_skipping = not (is_sampled or reads_all)
+        self._skipped = None if is_sampled or reads_all else set()
         forget_failure()
         forget_explained()
-        if self._is_skipping:
-            self._sampling.num_steps += 1
+        if self._skipped is not None:
             return
         self._open = self._followed.open_step(
             batch,
@@ -254,6 +262,8 @@ class StepRecorder:
                 provisional phase, or an optimizer step.
         """
         forget_failure()
+        if self._skipped is not None and not is_provisional:
+            self._skipped.add(phase)
         if (phases := self._phases) is not None:
             phases.open_phase(phase, is_provisional=is_provisional)
 
@@ -264,6 +274,8 @@ class StepRecorder:
             covers: All phases inside it, if the loop does not mark where one ends and the next
                 starts.
         """
+        if self._skipped is not None:
+            self._skipped.update(covers)
         if (phases := self._phases) is not None:
             phases.close_phase(covers=covers)
 
@@ -275,7 +287,7 @@ class StepRecorder:
 
     def drop_step(self) -> None:
         """Drop the open step, if there is one, without a record."""
-        self._is_skipping = False
+        self._skipped = None
         if self._open is not None:
             step, self._open = self._open, None
             step.end_reading()
@@ -299,19 +311,21 @@ class StepRecorder:
 
     def _end_step(self, is_interrupted: bool) -> StepMemory | None:
         """End the step, whatever ended it, and keep its record."""
-        self._is_skipping = False
+        skipped, self._skipped = self._skipped, None
         step, self._open = self._open, None
+        sampling = self._sampling
+        if skipped is not None:
+            sampling.on_step_end(has_update=not is_interrupted and self._is_update(skipped))
         if step is None:
             return None
         step.end()
-        sampling = self._sampling
-        sampling.on_step_end(has_update=step.has_update and not is_interrupted)
         num_updates = sampling.num_optimizer_updates - step.num_updates_before
         record, compute_modules = step.to_memory(
-            index=sampling.num_steps - 1,
+            index=sampling.num_steps,
             num_updates=num_updates if sampling.counts_updates else None,
             is_interrupted=is_interrupted,
         )
+        sampling.on_step_end(has_update=self.made_update(record))
         is_usual = step.num_rebuilt == num_rebuilt(self.models)
         self.history.add(record, step.stats, compute_modules, is_usual=is_usual)
         for listener in tuple(self._listeners):

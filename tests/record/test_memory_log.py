@@ -283,3 +283,19 @@ def test_two_optimizers_of_one_step_make_one_update(tmp_path, capsys):
     assert [step.index + 1 for step in recorder.steps] == [1, 2, 3, 5, 10]
     curves = curves_of(tmp_path / "version_0")
     assert list(curves[""]["memory_gib/peak_backward"]) == [2, 5, 10]
+
+
+def test_a_loop_is_reported_in_time_without_its_optimizer(tmp_path, parts, capsys):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model)
+    log = mc.MemoryLog(recorder, log_dir=tmp_path, log_every_n_steps=5)
+    with log, recorder.watch():
+        train(model, optimizer, num_steps=4)
+        told = "The recorder has no optimizer of PyTorch's, so it sees no update"
+        assert log.report.notes[-1].startswith(told)
+        train(model, optimizer, num_steps=6)
+    printed = capsys.readouterr().out
+    assert "No optimizer update" not in printed
+    assert "memcallback: 10 steps" in printed
+    curves = curves_of(tmp_path / "version_0")
+    assert list(curves[""]["memory_gib/peak_backward"])[-2:] == [5, 10]

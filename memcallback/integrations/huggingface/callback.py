@@ -14,7 +14,6 @@ from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.core.errors import fail_safe
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
-from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
@@ -313,6 +312,7 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_step(self, record: StepMemory, batch: object = None) -> None:
         """As `StepListener`."""
         assert self._monitor is not None
+        assert self.recorder is not None
         if record.is_interrupted:
             # A Trainer has no hook for exceptions.
             self._monitor.note_interruption(sys.exc_info()[0])
@@ -322,7 +322,7 @@ class MemoryTrainerCallback(TrainerCallback):
             record,
             self._state.global_step + 1,
             is_due=self._is_logging_step(),
-            is_window_complete=Phase.OPTIMIZER_STEP in record.phases,
+            is_window_complete=self.recorder.made_update(record),
             batch=batch,
         )
 
