@@ -292,6 +292,7 @@ class Monitor:
             folder = writers.make_folder() or folder
         # A loop may retry with smaller batches again and again; we try savings once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
+        self.out_of_memory = report  # whatever becomes of the rest
         self.out_of_memory = respond(
             report,
             print_fn=partial(self.publisher.say_of_rank, report.rank),

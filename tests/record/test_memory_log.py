@@ -299,3 +299,18 @@ def test_a_loop_is_reported_in_time_without_its_optimizer(tmp_path, parts, capsy
     assert "memcallback: 10 steps" in printed
     curves = curves_of(tmp_path / "version_0")
     assert list(curves[""]["memory_gib/peak_backward"])[-2:] == [5, 10]
+
+
+def test_a_size_that_is_unknown_at_the_end_is_no_change(parts, capsys):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model, optimizer)
+    with mc.MemoryLog(recorder, log_dir=None) as log:
+        for batch_size in (16, 16, None, None, None):
+            with recorder.step(batch_size=batch_size):
+                loss = loss_of(model, BATCH)
+                with recorder.phase(Phase.BACKWARD):
+                    loss.backward()
+                with recorder.phase(Phase.OPTIMIZER_STEP):
+                    optimizer.step()
+    assert log.report.measured.batch_size is None
+    assert capsys.readouterr().out.splitlines()[-1].startswith("memcallback: 5 steps, peak ")
