@@ -150,9 +150,11 @@ class OpenStep:
 
     def end(self) -> None:
         """End the open phase and the reading; a provisional phase did not happen."""
-        if self.phases is not None:
-            self.phases.end_step()
-        self.end_reading()
+        try:
+            if self.phases is not None:
+                self.phases.end_step()
+        finally:
+            self.end_reading()
 
     @property
     def stats(self) -> tuple[MemoryStats, ...]:

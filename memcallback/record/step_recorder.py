@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from memcallback.record.open_step import Followed, OpenStep, num_rebuilt
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recording import Recording
 from memcallback.record.sampling import Sampling
+from memcallback.record.step_listener import StepListener
 from memcallback.step.batch import INFERRED, infer_batch_size
 
 if TYPE_CHECKING:
@@ -36,26 +37,7 @@ _WORDS = {
     Phase.BACKWARD: "backward pass",
     Phase.OPTIMIZER_STEP: "optimizer step",
 }
-
-
-class StepListener(Protocol):
-    """Callbacks of a `MemoryRecorder`. They must not raise."""
-
-    @property
-    def prediction(self) -> StepPrediction | None:
-        """The prediction of the steps, for the report on an out-of-memory error."""
-
-    def wants_step(self) -> bool | None:
-        """Whether to record the step that begins, also where only sampled steps are."""
-
-    def on_step(self, record: StepMemory, batch: object) -> None:
-        """A step was recorded."""
-
-    def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
-        """Memory ran out; an open step has not ended yet."""
-
-    def close(self) -> None:
-        """The recorder is closed."""
+_NOT_RECORDED = "A step is not recorded."
 
 
 class StepRecorder:
@@ -118,14 +100,20 @@ class StepRecorder:
 
         Raises:
             RuntimeError: If a step is open already.
+            ValueError: If the batch size is below 1.
+            TypeError: If it is not a whole number.
         """
-        self.begin_step(batch, batch_size=batch_size)
+        batch_size = self._free_for(batch_size)
         try:
+            with self._skipping_on_fault():
+                self._begin(batch, batch_size, sample=False)
             yield
         except BaseException:  # whatever ends the step, which goes on
-            self.end_step(is_interrupted=True)
+            with faults_as_warnings(_NOT_RECORDED):
+                self.end_step(is_interrupted=True)
             raise
-        self.end_step()
+        with faults_as_warnings(_NOT_RECORDED):
+            self.end_step()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -145,15 +133,28 @@ class StepRecorder:
                 f"The phase {phase.label!r} is outside a step. Put it inside "
                 "`with recorder.step(batch_size=...):`."
             )
-        self.open_phase(phase)
         try:
+            with self._skipping_on_fault():
+                self.open_phase(phase)
             yield
         except BaseException:  # whatever ends the phase, which goes on
             if self._open is not None:
                 self._open.failed_in = phase
             raise
         finally:
-            self.close_phase()
+            with self._skipping_on_fault():
+                self.close_phase()
+
+    @contextmanager
+    def _skipping_on_fault(self) -> Iterator[None]:
+        """After an error of ours skip the rest of the step, with a warning; the loop goes on."""
+        with faults_as_warnings(_NOT_RECORDED):
+            try:
+                yield
+            except BaseException:
+                self.drop_step()
+                self._skipped = set()
+                raise
 
     # The same as calls, for loops with hooks at these boundaries.
 
@@ -178,8 +179,7 @@ class StepRecorder:
     @property
     def current_phase(self) -> Phase | None:
         """The open phase; None between phases, and in a provisional one (see `open_phase`)."""
-        phases = self._phases
-        return None if phases is None else phases.current_phase
+        return self._phases.current_phase if self._phases else None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -220,6 +220,10 @@ class StepRecorder:
             ValueError: If the batch size is below 1.
             TypeError: If it is not a whole number.
         """
+        self._begin(batch, self._free_for(batch_size), sample=sample)
+
+    def _free_for(self, batch_size: int | None) -> int | None:
+        """Check that a step with this batch size can begin; the size as an int."""
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
@@ -228,6 +232,9 @@ class StepRecorder:
             raise RuntimeError(
                 "A step is open already: end it first, and do not nest `with recorder.step():`."
             )
+        return batch_size
+
+    def _begin(self, batch: object, batch_size: int | None, *, sample: bool) -> None:
         is_logged = sample or any(listener.wants_step() for listener in self._listeners)
         reads_all = self.meter.reads_every_step
         is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
