@@ -229,7 +229,7 @@ class MemoryTrainerCallback(TrainerCallback):
             ),
             is_main=state.is_world_process_zero,
             loggers=destinations_here(args, state) if state.is_world_process_zero else (),
-            progress=self._progress,
+            progress=lambda: self._progress(args.gradient_accumulation_steps),
             bounds=BatchSizeBounds.of_loader(train_dataloader, args.world_size),
         )
         if args.n_gpu > 1:
@@ -337,11 +337,10 @@ class MemoryTrainerCallback(TrainerCallback):
     def close(self) -> None:
         """As `StepListener`."""
 
-    def _progress(self) -> Progress:
-        return Progress(
-            epoch=int(self._state.epoch or 0),
-            steps_left=max(0, self._state.max_steps - self._state.global_step),
-        )
+    def _progress(self, accumulate: int) -> Progress:
+        """The progress in batches, each of which is a recorded step."""
+        updates_left = max(0, self._state.max_steps - self._state.global_step)
+        return Progress(epoch=int(self._state.epoch or 0), steps_left=updates_left * accumulate)
 
     def _is_logging_step(self) -> bool:
         interval = int(self._state.logging_steps or 0)
