@@ -24,10 +24,32 @@ from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
-_before: _ExceptHook | None = None
-#: The error that the hook before ours prints now.
-_printing: BaseException | None = None
+
+
+class _ErrorHook:
+    """An excepthook that tells one listener; another package may keep it in a chain of its own."""
+
+    def __init__(self, listener: Callable[[BaseException], None]) -> None:
+        self._listener = weakref.WeakMethod(listener)
+        self._is_over = False
+        self._before: _ExceptHook = sys.excepthook
+        sys.excepthook = self
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        listener = None if self._is_over else self._listener()
+        # Whatever happens here, Ctrl-C too: the program ends with the error itself, printed below.
+        with suppress(Exception, KeyboardInterrupt):
+            if listener is not None:
+                listener(error)
+        self._before(kind, error, traceback)
+
+    def end(self) -> None:
+        """Tell nobody, and leave the process if no other package's hook is in between."""
+        self._is_over = True
+        while isinstance(hook := sys.excepthook, _ErrorHook) and hook._is_over:
+            sys.excepthook = hook._before
 
 
 def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[], None]:
@@ -35,40 +57,7 @@ def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[],
 
     Returns a function that stops it.
     """
-    global _before
-    reference = weakref.WeakMethod(listener)
-    if sys.excepthook is not _excepthook:
-        _before, sys.excepthook = sys.excepthook, _excepthook
-    _listeners.append(reference)
-
-    def end() -> None:
-        global _before
-        if reference in _listeners:
-            _listeners.remove(reference)
-        if not _listeners and sys.excepthook is _excepthook and _before is not None:
-            sys.excepthook, _before = _before, None
-
-    return end
-
-
-def _excepthook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    global _printing
-    if _printing is error:  # the hook before ours calls ours, which it has found in place
-        sys.__excepthook__(kind, error, traceback)
-        return
-    for reference in tuple(_listeners):
-        listener = reference()
-        with suppress(Exception):  # the error itself is printed below
-            if listener is not None:
-                listener(error)
-    before = sys.__excepthook__ if _before is None else _before
-    _printing = error
-    try:
-        before(kind, error, traceback)
-    finally:
-        _printing = None
+    return _ErrorHook(listener).end
 
 
 #: Called before the first step begins, with the positional and the keyword arguments of the model.
