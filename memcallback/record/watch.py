@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -216,6 +216,9 @@ class Watch:
             return
         if self._owns_step and self._is_used and not self._is_in_closure:
             self.end_step()
+        if id(module) in self._errors_before and not _is_in_forward(module):
+            # Ctrl-C has ended its last call: PyTorch calls no hook then.
+            self.end_step(is_interrupted=True)
         if not recorder.is_in_step:
             self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
@@ -315,6 +318,16 @@ class Watch:
         self._updated.add(id(optimizer))
         if self._updated >= self._optimizers:
             self.end_step()
+
+
+def _is_in_forward(module: torch.nn.Module) -> bool:
+    """Whether a module that is called has called itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_replica(module: torch.nn.Module) -> bool:

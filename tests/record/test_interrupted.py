@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -169,3 +170,30 @@ def test_a_time_limit_in_the_middle_of_our_work_ends_the_training(
 
     with pytest.raises(TimeoutError):
         train()
+
+
+class Stopped(nn.Linear):
+    """Ctrl-C is pressed in its first call; later ones call it again for the sum of the inputs."""
+
+    num_calls = 0
+
+    def forward(self, features):
+        self.num_calls += 1
+        if self.num_calls == 1:
+            press_ctrl_c()
+        inner = self(features.sum(0, keepdim=True)) if len(features) > 1 else 0
+        return super().forward(features) + inner
+
+
+def test_after_ctrl_c_in_a_forward_pass_the_next_step_is_one_of_its_own():
+    model = Stopped(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = mc.MemoryRecorder(model, optimizer)
+    recorder.watch()
+    for batch_size in (2, 3, 3):
+        with suppress(KeyboardInterrupt):
+            model(torch.ones(batch_size, 4)).sum().backward()
+            optimizer.step()
+    steps = [(step.batch_size, step.is_interrupted) for step in recorder.steps]
+    assert steps == [(2, True), (3, False), (3, False)]
+    recorder.close()
