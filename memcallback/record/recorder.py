@@ -270,7 +270,8 @@ class MemoryRecorder(StepRecorder):
         """The largest allocated bytes of the process so far; None before the first step.
 
         It covers the time before and between steps too: what `torch.cuda.max_memory_allocated()`
-        would return without our resets.
+        would return without this recorder's resets. Peaks that an earlier recorder of the process
+        has reset are not in it.
         """
         return self.history.lifetime_peaks["allocated_bytes"]
 

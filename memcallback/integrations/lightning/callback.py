@@ -307,6 +307,7 @@ class MemoryCallback(Callback):
             trainer, pl_module, reset_peaks=self._reset_peaks, per_module=self._per_module
         )
         self.recorder.history.load_peaks(self._restored_peaks)
+        self._restored_peaks = {}  # a later fit is another training
         self._predictor.watch(trainer, pl_module)
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
