@@ -161,15 +161,19 @@ def test_a_time_limit_in_the_middle_of_our_work_ends_the_training(
     recorder = mc.MemoryRecorder(model, optimizer)
     step = mc.TrainingStep(model, torch.ones(2, 4), loss=lambda m, x: m(x).sum())
 
+    logs = []
+
     def train():
-        log = mc.MemoryLog(recorder, step, log_dir=tmp_path, isolate=False)
-        with log, recorder.watch():
+        logs.append(mc.MemoryLog(recorder, step, log_dir=tmp_path, isolate=False))
+        with logs[0], recorder.watch():
             train_once(model, optimizer)
             if "training_page" not in function:
                 run_out(model)
 
     with pytest.raises(TimeoutError):
         train()
+    if function in ("record.oom_response.write_file", "savings.what_if.rescues"):
+        assert logs[0].out_of_memory.batch_size == 2
 
 
 class Stopped(nn.Linear):

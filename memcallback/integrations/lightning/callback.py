@@ -478,6 +478,7 @@ class MemoryCallback(Callback):
                 return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
+                self.out_of_memory = report  # whatever becomes of the rest
                 make_step = self._predictor.maker_of_failed(
                     trainer, pl_module, self.recorder.open_batch
                 )
