@@ -34,6 +34,7 @@ SLOW_FILES = (
     "docs/test_dashboard.py",
     "integrations/test_batch_hooks.py",
     "integrations/test_callback.py",
+    "integrations/test_fit_ranks.py",
     "integrations/test_huggingface.py",
     "integrations/test_run_state.py",
     "integrations/test_savings_lightning.py",

@@ -75,11 +75,13 @@ class FoundLoop:
 
     def failed(self, error: BaseException) -> None:
         """Explain the error that ends the program, if memory ran out, and end the recording."""
-        if not self._is_broken:
-            (self._recorder or MemoryRecorder()).failed(error)
-        if self._log is not None:
-            self._log.__exit__(type(error), error, error.__traceback__)
-        self.close()
+        try:
+            if not self._is_broken:
+                (self._recorder or MemoryRecorder()).failed(error)
+        finally:  # also after Ctrl-C in the report
+            if self._log is not None:
+                self._log.__exit__(type(error), error, error.__traceback__)
+            self.close()
 
     def close(self) -> None:
         """Say what was recorded, and end the recording."""

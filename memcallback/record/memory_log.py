@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcallback.batch_size.bounds import BatchSizeBounds
-from memcallback.core.errors import fail_safe
+from memcallback.core.errors import fail_safe, faults_as_warnings
 from memcallback.core.files import place_of
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.torch_private import tree_map_only
-from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM, described, whole_number
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
@@ -38,11 +37,11 @@ class MemoryLog:
     """Predicts a loop's step, logs prediction and recording to TensorBoard, and prints reports.
 
     Curves and pictures go to a run of their own (`memcallback.report.tags` lists the tags), whose
-    steps are optimizer updates. The report is printed as soon as a steady step (one after an
-    optimizer update) is recorded and the prediction, if any, is there. One more line is printed
-    when the log is closed, or several if something changed. In a job of several processes only rank
-    zero writes and prints, including the range of the peaks over the ranks. Make the log after
-    `init_process_group`.
+    steps are optimizer updates; several optimizers of one step make one. The report is printed as
+    soon as a steady step (one after an optimizer update) is recorded and the prediction, if any, is
+    there. One more line is printed when the log is closed, or several if something changed. In a
+    job of several processes only rank zero writes and prints, including the range of the peaks over
+    the ranks. Make the log after `init_process_group`.
 
     As a context manager it closes itself. It is closed with its recorder too.
 
@@ -166,16 +165,19 @@ class MemoryLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self._fail(kind, error)
-        self._finish(is_interrupted=kind is not None)
+        try:
+            if kind is not None:
+                self._fail(kind, error)
+        finally:  # also after Ctrl-C in the report
+            self._finish(is_interrupted=kind is not None)
 
     @fail_safe
     def _fail(self, kind: type[BaseException], error: BaseException | None) -> None:
         if not self._is_closed:
-            self._recorder.failed(error)
             note = f"The training ended with {kind.__name__}."
             self._monitor.notes = (*self._monitor.notes, note)
+            with faults_as_warnings("The error that ended the training was not reported."):
+                self._recorder.failed(error)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the results, and is closed: the original goes on alone."""
@@ -218,7 +220,7 @@ class MemoryLog:
         if record.is_interrupted:
             return
         number = self._recorder.num_updates
-        is_window_complete = Phase.OPTIMIZER_STEP in record.phases
+        is_window_complete = self._recorder.made_update(record)
         # If the step before a point was not recorded, the next one takes its place.
         is_due = (
             is_window_complete and number // self._interval > self._last_point // self._interval

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -13,6 +12,7 @@ import torch
 
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
@@ -149,11 +149,13 @@ class Monitor:
                 make_step = None
         if make_step is None or not (settings.predict or more):
             return
-        with suppress(Exception):  # a step that cannot be made is warned of where it is predicted
+        try:
             step = make_step()
             self._setup = self._setup_of(step)
             self._recorder.count_beside(step.beside().values())
             batch = step.batch
+        except Exception as error:  # such a step is warned of where it is predicted
+            raise_if_meant(error)
         device, device_name = device_or_error(meter.device), meter.device_name
         make, segments = make_step, at_start.segments(batch) if at_start else ()
 
@@ -291,6 +293,7 @@ class Monitor:
             folder = writers.make_folder() or folder
         # A loop may retry with smaller batches again and again; we try savings once.
         is_first_in_step = report.place.step is not None and self.out_of_memory is None
+        self.out_of_memory = report  # whatever becomes of the rest
         self.out_of_memory = respond(
             report,
             print_fn=partial(self.publisher.say_of_rank, report.rank),

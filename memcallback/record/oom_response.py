@@ -13,6 +13,7 @@ import torch
 
 from memcallback.core.errors import MissingPartError, warn_and_go_on
 from memcallback.core.files import inside, make_folder, write_file
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.torch_private import (
     is_memory_history_on,
     memory_snapshot,
@@ -69,6 +70,7 @@ def explain_or_warn(error: BaseException, context: OomContext) -> OutOfMemoryRep
 
         return explain(shortage, context)
     except Exception as other:  # a full device can fail in any way, and the error itself goes on
+        raise_if_meant(other)
         warn_and_go_on(
             f"The out-of-memory error could not be explained: {type(other).__name__}: "
             f"{str(other).rstrip('.')}. It is raised as usual."
@@ -133,6 +135,7 @@ def _at_failed_size(
     try:
         failed = at_failed_size(prediction, report.batch_size, report.shortage)
     except Exception as error:  # a trace may know one batch size alone; the real error goes on
+        raise_if_meant(error)
         warn_and_go_on(
             f"The step that failed could not be predicted: {type(error).__name__}: "
             f"{str(error).rstrip('.')}."
@@ -177,6 +180,7 @@ def _savings(
     except KeyboardInterrupt:
         pass
     except Exception as error:  # a model can fail on fake tensors; the real error goes on
+        raise_if_meant(error)
         warn_and_go_on(
             f"The search for savings that would have helped failed: {type(error).__name__}: "
             f"{str(error).rstrip('.')}."
@@ -196,6 +200,7 @@ def _write(
         write_file(inside(folder, f"{name}.md"), report.to_markdown() + "\n")
         write_file(inside(folder, f"{name}.html"), report.page(failed).html())
     except Exception as error:  # the real error goes on
+        raise_if_meant(error)
         warn_and_go_on(
             f"The out-of-memory report could not be written to {folder!r}: {error}. It is "
             "printed. Give a folder that can be written."

@@ -150,14 +150,11 @@ class OpenStep:
 
     def end(self) -> None:
         """End the open phase and the reading; a provisional phase did not happen."""
-        if self.phases is not None:
-            self.phases.end_step()
-        self.end_reading()
-
-    @property
-    def has_update(self) -> bool:
-        """Whether a phase that is over was an optimizer step."""
-        return any(Phase.OPTIMIZER_STEP in covers for covers, _, _ in self._windows)
+        try:
+            if self.phases is not None:
+                self.phases.end_step()
+        finally:
+            self.end_reading()
 
     @property
     def stats(self) -> tuple[MemoryStats, ...]:

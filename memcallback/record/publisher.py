@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import inside, make_folder, write_file
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.module_table import ModuleTable
 from memcallback.report.brief import brief_report
 from memcallback.report.closing import Ending, closing_lines
@@ -152,6 +153,7 @@ class Publisher:
                 make_folder(folder)
                 write_file(path, html)
         except Exception as error:  # a page is worth no training
+            raise_if_meant(error)
             warn_and_go_on(
                 f"The page of this training could not be written to {path!r}: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}. Give a folder that can be "

@@ -22,6 +22,11 @@ from memcallback.record.step_recorder import StepRecorder
 from memcallback.record.watch import FirstCall, Watch
 from memcallback.report.report import Report
 
+_UNSEEN_UPDATES = (
+    "The recorder has no optimizer of PyTorch's, so it sees no update: each step with a backward "
+    "pass counts as one. If the loop has one, give it: recorder.watch(model, optimizer)."
+)
+
 
 class MemoryRecorder(StepRecorder):
     """Records the memory of training steps, in any loop.
@@ -144,7 +149,8 @@ class MemoryRecorder(StepRecorder):
 
         Args:
             model: The model or models that the loop calls, besides those of the recorder.
-            optimizer: The optimizer or optimizers, besides those of the recorder.
+            optimizer: The optimizer or optimizers, besides those of the recorder. Without any, each
+                step with a backward pass counts as an update.
             batch_size: Samples in a batch; by default inferred from the model's arguments.
             per_module: Whether sampled steps are recorded by module too (see `modules`), even if
                 the recorder was made without that.
@@ -175,6 +181,7 @@ class MemoryRecorder(StepRecorder):
                 "There is no model to watch. Give it: recorder.watch(model, optimizer)."
             )
         self._followed.add(model, optimizer)
+        self._sampling.counts_backward = not self.optimizers
         if not had_models:
             self.meter = self._new_meter(self.models)  # the model says which device to read
         self._per_module = self._per_module or per_module
@@ -263,7 +270,8 @@ class MemoryRecorder(StepRecorder):
         """The largest allocated bytes of the process so far; None before the first step.
 
         It covers the time before and between steps too: what `torch.cuda.max_memory_allocated()`
-        would return without our resets.
+        would return without this recorder's resets. Peaks that an earlier recorder of the process
+        has reset are not in it.
         """
         return self.history.lifetime_peaks["allocated_bytes"]
 
@@ -312,5 +320,5 @@ class MemoryRecorder(StepRecorder):
             capacity_bytes=capacity_bytes,
             headroom=headroom,
             bounds=bounds,
-            notes=notes,
+            notes=(*notes, _UNSEEN_UPDATES) if self._sampling.counts_backward else notes,
         )

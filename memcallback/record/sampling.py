@@ -22,29 +22,40 @@ class Sampling:
     Attributes:
         interval: Updates from one sampled step to the next, after the first ones.
         counts_updates: Whether optimizers call `on_update`; else each optimizer step is an update.
+        counts_backward: Whether a step with a backward pass is an update too, as none can be seen.
         num_steps: Steps that have ended.
-        num_updates: Updates so far.
+        num_updates: Updates so far. Several optimizers of one step make one update.
+        num_optimizer_updates: The updates of each optimizer, as far as they are counted.
     """
 
     interval: int
     counts_updates: bool = False
+    counts_backward: bool = False
     num_steps: int = 0
     num_updates: int = 0
+    num_optimizer_updates: int = 0
+    #: Whether an update since the last step began is counted.
+    _has_update: bool = False
     _sampled_since: int = 0
     _logged_since: int = 0
 
     def on_update(self, *_: object) -> None:
         """An optimizer has made an update."""
-        self.num_updates += 1
+        self.num_optimizer_updates += 1
+        if not self._has_update:
+            self._has_update = True
+            self.num_updates += 1
 
     def on_step_end(self, *, has_update: bool) -> None:
-        """A step with or without an optimizer step has ended."""
+        """A step with or without an update has ended."""
         self.num_steps += 1
         if has_update and not self.counts_updates:
             self.num_updates += 1
+            self.num_optimizer_updates += 1
 
-    def samples_next(self, *, is_logged: bool) -> bool:
+    def begin_step(self, *, is_logged: bool) -> bool:
         """Whether the step that begins is sampled; `is_logged` asks for one between the others."""
+        self._has_update = False
         # We count updates, since an accumulation window has several steps.
         progress = self.num_updates if self.counts_updates else self.num_steps
         if progress - self._sampled_since >= self.interval:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memcallback.core.errors import faults_as_warnings
 from memcallback.core.phase_spans import PhaseSpans
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
@@ -24,6 +25,7 @@ from memcallback.record.open_step import Followed, OpenStep, num_rebuilt
 from memcallback.record.rank_exchange import rank_here
 from memcallback.record.recording import Recording
 from memcallback.record.sampling import Sampling
+from memcallback.record.step_listener import StepListener
 from memcallback.step.batch import INFERRED, infer_batch_size
 
 if TYPE_CHECKING:
@@ -35,26 +37,7 @@ _WORDS = {
     Phase.BACKWARD: "backward pass",
     Phase.OPTIMIZER_STEP: "optimizer step",
 }
-
-
-class StepListener(Protocol):
-    """Callbacks of a `MemoryRecorder`. They must not raise."""
-
-    @property
-    def prediction(self) -> StepPrediction | None:
-        """The prediction of the steps, for the report on an out-of-memory error."""
-
-    def wants_step(self) -> bool | None:
-        """Whether to record the step that begins, also where only sampled steps are."""
-
-    def on_step(self, record: StepMemory, batch: object) -> None:
-        """A step was recorded."""
-
-    def on_out_of_memory(self, report: OutOfMemoryReport, error: BaseException) -> None:
-        """Memory ran out; an open step has not ended yet."""
-
-    def close(self) -> None:
-        """The recorder is closed."""
+_NOT_RECORDED = "A step is not recorded."
 
 
 class StepRecorder:
@@ -71,7 +54,8 @@ class StepRecorder:
         self._sampling = sampling
         self._per_module = per_module
         self._open: OpenStep | None = None
-        self._is_skipping = False
+        #: The phases of the open step, if it is not recorded.
+        self._skipped: set[Phase] | None = None
         self._listeners: list[StepListener] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,7 +66,7 @@ class StepRecorder:
             "_sampling": sampling,
             "_followed": Followed(sampling),
             "_open": None,
-            "_is_skipping": False,
+            "_skipped": None,
             "_listeners": [],
         }
 
@@ -116,14 +100,20 @@ class StepRecorder:
 
         Raises:
             RuntimeError: If a step is open already.
+            ValueError: If the batch size is below 1.
+            TypeError: If it is not a whole number.
         """
-        self.begin_step(batch, batch_size=batch_size)
+        batch_size = self._free_for(batch_size)
         try:
+            with self._skipping_on_fault():
+                self._begin(batch, batch_size, sample=False)
             yield
         except BaseException:  # whatever ends the step, which goes on
-            self.end_step(is_interrupted=True)
+            with faults_as_warnings(_NOT_RECORDED):
+                self.end_step(is_interrupted=True)
             raise
-        self.end_step()
+        with faults_as_warnings(_NOT_RECORDED):
+            self.end_step()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -143,33 +133,53 @@ class StepRecorder:
                 f"The phase {phase.label!r} is outside a step. Put it inside "
                 "`with recorder.step(batch_size=...):`."
             )
-        self.open_phase(phase)
         try:
+            with self._skipping_on_fault():
+                self.open_phase(phase)
             yield
         except BaseException:  # whatever ends the phase, which goes on
             if self._open is not None:
                 self._open.failed_in = phase
             raise
         finally:
-            self.close_phase()
+            with self._skipping_on_fault():
+                self.close_phase()
+
+    @contextmanager
+    def _skipping_on_fault(self) -> Iterator[None]:
+        """After an error of ours skip the rest of the step, with a warning; the loop goes on."""
+        with faults_as_warnings(_NOT_RECORDED):
+            try:
+                yield
+            except BaseException:
+                self.drop_step()
+                self._skipped = set()
+                raise
 
     # The same as calls, for loops with hooks at these boundaries.
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates since the recording began."""
+        """Steps with an optimizer update since the recording began."""
         return self._sampling.num_updates
+
+    def made_update(self, record: StepMemory) -> bool:
+        """Whether a recorded step made an update, as far as that can be seen."""
+        return not record.is_interrupted and self._is_update(record.phases)
+
+    def _is_update(self, phases: Iterable[Phase]) -> bool:
+        last = (Phase.BACKWARD,) if self._sampling.counts_backward else ()
+        return any(phase in (Phase.OPTIMIZER_STEP, *last) for phase in phases)
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step is open, recorded or not."""
-        return self._open is not None or self._is_skipping
+        return self._open is not None or self._skipped is not None
 
     @property
     def current_phase(self) -> Phase | None:
         """The open phase; None between phases, and in a provisional one (see `open_phase`)."""
-        phases = self._phases
-        return None if phases is None else phases.current_phase
+        return self._phases.current_phase if self._phases else None
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
@@ -210,6 +220,10 @@ class StepRecorder:
             ValueError: If the batch size is below 1.
             TypeError: If it is not a whole number.
         """
+        self._begin(batch, self._free_for(batch_size), sample=sample)
+
+    def _free_for(self, batch_size: int | None) -> int | None:
+        """Check that a step with this batch size can begin; the size as an int."""
         if batch_size is not None:
             batch_size = whole_number("batch_size", batch_size, INFERRED)
         if self._open is not None:
@@ -218,14 +232,16 @@ class StepRecorder:
             raise RuntimeError(
                 "A step is open already: end it first, and do not nest `with recorder.step():`."
             )
+        return batch_size
+
+    def _begin(self, batch: object, batch_size: int | None, *, sample: bool) -> None:
         is_logged = sample or any(listener.wants_step() for listener in self._listeners)
         reads_all = self.meter.reads_every_step
-        is_sampled = self._sampling.samples_next(is_logged=is_logged and not reads_all)
-        self._is_skipping = not (is_sampled or reads_all)
+        is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
+        self._skipped = None if is_sampled or reads_all else set()
         forget_failure()
         forget_explained()
-        if self._is_skipping:
-            self._sampling.num_steps += 1
+        if self._skipped is not None:
             return
         self._open = self._followed.open_step(
             batch,
@@ -233,7 +249,7 @@ class StepRecorder:
             meter=self.meter,
             is_sampled=is_sampled,
             per_module=self._per_module,
-            num_updates_before=self.num_updates,
+            num_updates_before=self._sampling.num_optimizer_updates,
         )
         self._open.begin()
 
@@ -253,6 +269,8 @@ class StepRecorder:
                 provisional phase, or an optimizer step.
         """
         forget_failure()
+        if self._skipped is not None and not is_provisional:
+            self._skipped.add(phase)
         if (phases := self._phases) is not None:
             phases.open_phase(phase, is_provisional=is_provisional)
 
@@ -263,6 +281,8 @@ class StepRecorder:
             covers: All phases inside it, if the loop does not mark where one ends and the next
                 starts.
         """
+        if self._skipped is not None:
+            self._skipped.update(covers)
         if (phases := self._phases) is not None:
             phases.close_phase(covers=covers)
 
@@ -274,7 +294,7 @@ class StepRecorder:
 
     def drop_step(self) -> None:
         """Drop the open step, if there is one, without a record."""
-        self._is_skipping = False
+        self._skipped = None
         if self._open is not None:
             step, self._open = self._open, None
             step.end_reading()
@@ -288,23 +308,31 @@ class StepRecorder:
         Returns:
             The record; None if this step was not read.
         """
-        if is_interrupted:
-            with suppress(Exception):  # the error itself goes on, and the step ends
-                self.failed(sys.exc_info()[1])
-        self._is_skipping = False
-        step = self._open
+        try:
+            if is_interrupted:
+                with faults_as_warnings("The error that ended the step was not reported."):
+                    self.failed(sys.exc_info()[1])
+        finally:  # also after Ctrl-C in the report
+            record = self._end_step(is_interrupted)
+        return record
+
+    def _end_step(self, is_interrupted: bool) -> StepMemory | None:
+        """End the step, whatever ended it, and keep its record."""
+        skipped, self._skipped = self._skipped, None
+        step, self._open = self._open, None
+        sampling = self._sampling
+        if skipped is not None:
+            sampling.on_step_end(has_update=not is_interrupted and self._is_update(skipped))
         if step is None:
             return None
         step.end()
-        self._open = None
-        sampling = self._sampling
-        sampling.on_step_end(has_update=step.has_update and not is_interrupted)
-        num_updates = sampling.num_updates - step.num_updates_before
+        num_updates = sampling.num_optimizer_updates - step.num_updates_before
         record, compute_modules = step.to_memory(
-            index=sampling.num_steps - 1,
+            index=sampling.num_steps,
             num_updates=num_updates if sampling.counts_updates else None,
             is_interrupted=is_interrupted,
         )
+        sampling.on_step_end(has_update=self.made_update(record))
         is_usual = step.num_rebuilt == num_rebuilt(self.models)
         self.history.add(record, step.stats, compute_modules, is_usual=is_usual)
         for listener in tuple(self._listeners):

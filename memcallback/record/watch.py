@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
-from memcallback.core.errors import fail_safe, warn_and_go_on
+from memcallback.core.errors import fail_safe, faults_as_warnings, warn_and_go_on
 from memcallback.core.phase_spans import begin_backward, begin_update, end_update
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
@@ -24,10 +24,32 @@ from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_listeners: list[weakref.WeakMethod[Callable[[BaseException], None]]] = []
-_before: _ExceptHook | None = None
-#: The error that the hook before ours prints now.
-_printing: BaseException | None = None
+
+
+class _ErrorHook:
+    """An excepthook that tells one listener; another package may keep it in a chain of its own."""
+
+    def __init__(self, listener: Callable[[BaseException], None]) -> None:
+        self._listener = weakref.WeakMethod(listener)
+        self._is_over = False
+        self._before: _ExceptHook = sys.excepthook
+        sys.excepthook = self
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        listener = None if self._is_over else self._listener()
+        # Whatever happens here, Ctrl-C too: the program ends with the error itself, printed below.
+        with suppress(Exception, KeyboardInterrupt):
+            if listener is not None:
+                listener(error)
+        self._before(kind, error, traceback)
+
+    def end(self) -> None:
+        """Tell nobody, and leave the process if no other package's hook is in between."""
+        self._is_over = True
+        while isinstance(hook := sys.excepthook, _ErrorHook) and hook._is_over:
+            sys.excepthook = hook._before
 
 
 def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[], None]:
@@ -35,40 +57,7 @@ def listen_for_errors(listener: Callable[[BaseException], None]) -> Callable[[],
 
     Returns a function that stops it.
     """
-    global _before
-    reference = weakref.WeakMethod(listener)
-    if sys.excepthook is not _excepthook:
-        _before, sys.excepthook = sys.excepthook, _excepthook
-    _listeners.append(reference)
-
-    def end() -> None:
-        global _before
-        if reference in _listeners:
-            _listeners.remove(reference)
-        if not _listeners and sys.excepthook is _excepthook and _before is not None:
-            sys.excepthook, _before = _before, None
-
-    return end
-
-
-def _excepthook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    global _printing
-    if _printing is error:  # the hook before ours calls ours, which it has found in place
-        sys.__excepthook__(kind, error, traceback)
-        return
-    for reference in tuple(_listeners):
-        listener = reference()
-        with suppress(Exception):  # the error itself is printed below
-            if listener is not None:
-                listener(error)
-    before = sys.__excepthook__ if _before is None else _before
-    _printing = error
-    try:
-        before(kind, error, traceback)
-    finally:
-        _printing = None
+    return _ErrorHook(listener).end
 
 
 #: Called before the first step begins, with the positional and the keyword arguments of the model.
@@ -134,18 +123,21 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        recorder = self._recorder()
-        if kind is not None and recorder is not None:
-            recorder.failed(error)
-            self.end_step(is_interrupted=True)
-        self.close()
+        try:
+            if error is not None:
+                self.failed(error)
+        finally:  # also after Ctrl-C in the report
+            self.close()
 
     def failed(self, error: BaseException) -> None:
         """Report the error that ends the program, if memory ran out, and end the step."""
         recorder = self._recorder()
-        if recorder is not None:
-            recorder.failed(error)
-        self.end_step(is_interrupted=True)
+        try:
+            if recorder is not None:
+                with faults_as_warnings("The error that ended the training was not reported."):
+                    recorder.failed(error)
+        finally:
+            self.end_step(is_interrupted=True)
 
     def close(self) -> None:
         """Remove the hooks and end the open step; a step with only a forward pass is dropped."""
@@ -224,6 +216,9 @@ class Watch:
             return
         if self._owns_step and self._is_used and not self._is_in_closure:
             self.end_step()
+        if id(module) in self._errors_before and not _is_in_forward(module):
+            # Ctrl-C has ended its last call: PyTorch calls no hook then.
+            self.end_step(is_interrupted=True)
         if not recorder.is_in_step:
             self._begin_step(recorder, module, args, kwargs)
         if self._owns_step:
@@ -323,6 +318,16 @@ class Watch:
         self._updated.add(id(optimizer))
         if self._updated >= self._optimizers:
             self.end_step()
+
+
+def _is_in_forward(module: torch.nn.Module) -> bool:
+    """Whether a module that is called has called itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_replica(module: torch.nn.Module) -> bool:

@@ -88,7 +88,7 @@ def _changes(first: Report, last: Report, letters: Letters) -> Iterator[str]:
     before, after = first.measured, last.measured
     if before is None or after is None or before.is_warm_up != after.is_warm_up:
         return
-    if before.batch_size != after.batch_size:
+    if before.batch_size and after.batch_size and before.batch_size != after.batch_size:
         yield f"batch size {before.batch_size:,} {letters.to} {after.batch_size:,}"
     for phase in Phase:
         ours, theirs = before.phases.get(phase), after.phases.get(phase)

@@ -57,7 +57,7 @@ class Report(Printable):
         prediction: The prediction at that step's batch size; None if there is none.
         device: The memory of the whole device.
         advice: The suggested batch size; None if there is none.
-        lifetime_peak_allocated_bytes: Peak of allocated memory since the recording began.
+        lifetime_peak_allocated_bytes: As `MemoryRecorder.lifetime_peak_allocated_bytes`.
         notes: Further notes, one sentence each.
         without_savings: The prediction of the same update without the callback's savings, with as
             many samples in one batch; None if there are no savings.

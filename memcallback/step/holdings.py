@@ -5,12 +5,13 @@ Storages are counted, not tensors: a tied weight or a view adds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import Holdings
 from memcallback.core.tensors import is_on, storage_bytes, storages_of, tensors_in
 from memcallback.core.torch_private import storage_id
@@ -76,9 +77,7 @@ class HoldingsCounter:
             for tensor in tensors:
                 if tensor is None:
                     continue
-                for storage in (
-                    (tensor.untyped_storage(),) if _is_plain(tensor) else storages_of(tensor)
-                ):
+                for storage in _storages(tensor):
                     identity = storage_id(storage)
                     if identity in counted:
                         continue
@@ -111,7 +110,7 @@ def written_storages(
     return {
         storage.data_ptr(): storage.nbytes()
         for tensor in chain(trained, gradients, states)
-        for storage in storages_of(tensor)
+        for storage in _storages(tensor)
         if storage.device.type == "cpu"
     }
 
@@ -133,9 +132,19 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
                 yield from tensors_in(value)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor certainly has one storage: the fast path, as nearly all have."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
+    """The storages of a tensor; none of one that cannot be read (MKL-DNN, a user's own class)."""
+    # The fast path, as nearly all have one storage.
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        return (tensor.untyped_storage(),)
+    try:
+        storages = list(storages_of(tensor))
+        for storage in storages:
+            storage.data_ptr()
+    except Exception as error:  # a user's class can fail in any way
+        raise_if_meant(error)
+        return ()
+    return storages
 
 
 def bucket_bytes(model: torch.nn.Module) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.module_table import ModuleInfo
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import current_autograd_node, next_sequence_nr, sequence_nr
@@ -191,6 +192,7 @@ class ModuleFollower:
                 function(*args)
             except Exception as error:  # ours: no code of the user's runs in a hook of this kind
                 self._is_following = False
+                raise_if_meant(error)
                 self._at_error(error)
 
         return Hook(guarded)

@@ -166,6 +166,11 @@ def test_savings_are_ranked_those_that_fit_first_and_useless_ones_are_left_out()
     assert REPORT.savings == ()
 
 
+def test_savings_are_shown_where_the_batch_size_is_unknown():
+    report = replace(REPORT, batch_size=None).with_savings([row("half", 8, True)])
+    assert "\nWhat would help, predicted\n" in report.to_text()
+
+
 def test_markdown_has_the_error_and_the_tables():
     markdown = REPORT.to_markdown()
     assert markdown.startswith(

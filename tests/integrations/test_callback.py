@@ -790,6 +790,14 @@ def test_points_come_at_the_trainers_logging_interval_and_for_the_first_steady_s
     assert all(isinstance(value, float) for _, metrics in logged for value in metrics.values())
 
 
+def test_the_peak_of_a_checkpoint_is_not_that_of_the_next_training(tmp_path):
+    callback = MemoryCallback(predict=False)
+    callback.load_state_dict({"lifetime_peak_allocated_bytes": 2**50})
+    for is_restored in (True, False):
+        training.trainer(tmp_path, [callback]).fit(training.Automatic(), training.loader())
+        assert (callback.recorder.lifetime_peak_allocated_bytes == 2**50) == is_restored
+
+
 def test_a_checkpoint_carries_the_lifetime_peak_on(tmp_path):
     first = MemoryCallback()
     loop = training.trainer(tmp_path, [first])

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import memcallback as mc
 from memcallback import MemoryWarning, Phase
+from memcallback.diagnose.health.monitor import HealthMonitor
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -217,6 +218,39 @@ def test_training_leaves_the_same_bits_with_and_without_the_callback(tmp_path, o
     assert logged_with == logged_without
     assert callback.recorder.steps
     assert callback.prediction is not None
+
+
+def test_an_optimizer_that_is_none_of_pytorchs_leaves_a_true_report(tmp_path, capsys):
+    class OfAnotherLibrary(mc.MemoryTrainerCallback):
+        def on_train_begin(self, args, state, control, **parts):
+            super().on_train_begin(args, state, control, **parts | {"optimizer": object()})
+
+    callback = OfAnotherLibrary(predict=False)
+    train(tmp_path, callback)
+    assert labels(callback) == [[F, B]] * 6
+    assert [step.is_warm_up for step in callback.recorder.steps] == [True] + [False] * 5
+    printed = capsys.readouterr().out
+    assert "it sees no update: each step with a backward" in " ".join(printed.split())
+    assert "No optimizer update" not in printed
+    assert "memcallback: 6 steps" in printed
+
+
+def test_memory_that_grows_is_held_against_the_batches_that_are_left(tmp_path, monkeypatch):
+    left = []
+
+    class Health(HealthMonitor):
+        def __init__(self, *args, progress, **options):
+            self.ask = progress
+            super().__init__(*args, progress=progress, **options)
+
+        def on_step(self, record, batch=None):
+            left.append(self.ask().steps_left)
+            super().on_step(record, batch)
+
+    monkeypatch.setattr("memcallback.diagnose.health.monitor.HealthMonitor", Health)
+    callback = mc.MemoryTrainerCallback(predict=False, warnings=True)
+    train(tmp_path, callback, gradient_accumulation_steps=3)
+    assert left == [6, 6, 6, 3, 3, 3]
 
 
 def test_an_accumulation_window_is_a_step_for_each_batch(tmp_path):

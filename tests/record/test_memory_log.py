@@ -265,3 +265,52 @@ def test_no_more_samples_are_suggested_than_the_dataset_has(parts, capsys):
     train(*parts, num_steps=2)
     assert "the whole training set (50) fits with 5 % kept free (now 16)" in capsys.readouterr().out
     recorder.close()
+
+
+def test_two_optimizers_of_one_step_make_one_update(tmp_path, capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    recorder = mc.MemoryRecorder(model, optimizers, sample_every_n_steps=1_000)
+    with mc.MemoryLog(recorder, log_dir=tmp_path, log_every_n_steps=5), recorder.watch():
+        for _ in range(10):
+            model(torch.ones(2, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert recorder.num_updates == 10
+    assert "memcallback: 10 steps" in capsys.readouterr().out
+    assert recorder.steps[0].num_optimizer_updates == 2
+    # On a CPU the first steps are recorded, and those of the points at 5 and 10.
+    assert [step.index + 1 for step in recorder.steps] == [1, 2, 3, 5, 10]
+    curves = curves_of(tmp_path / "version_0")
+    assert list(curves[""]["memory_gib/peak_backward"]) == [2, 5, 10]
+
+
+def test_a_loop_is_reported_in_time_without_its_optimizer(tmp_path, parts, capsys):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model)
+    log = mc.MemoryLog(recorder, log_dir=tmp_path, log_every_n_steps=5)
+    with log, recorder.watch():
+        train(model, optimizer, num_steps=4)
+        told = "The recorder has no optimizer of PyTorch's, so it sees no update"
+        assert log.report.notes[-1].startswith(told)
+        train(model, optimizer, num_steps=6)
+    printed = capsys.readouterr().out
+    assert "No optimizer update" not in printed
+    assert "memcallback: 10 steps" in printed
+    curves = curves_of(tmp_path / "version_0")
+    assert list(curves[""]["memory_gib/peak_backward"])[-2:] == [5, 10]
+
+
+def test_a_size_that_is_unknown_at_the_end_is_no_change(parts, capsys):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(model, optimizer)
+    with mc.MemoryLog(recorder, log_dir=None) as log:
+        for batch_size in (16, 16, None, None, None):
+            with recorder.step(batch_size=batch_size):
+                loss = loss_of(model, BATCH)
+                with recorder.phase(Phase.BACKWARD):
+                    loss.backward()
+                with recorder.phase(Phase.OPTIMIZER_STEP):
+                    optimizer.step()
+    assert log.report.measured.batch_size is None
+    assert capsys.readouterr().out.splitlines()[-1].startswith("memcallback: 5 steps, peak ")

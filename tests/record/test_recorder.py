@@ -324,3 +324,16 @@ def test_a_device_that_does_not_exist_leaves_no_hook():
     with pytest.raises(RuntimeError, match="nonsense"):
         MemoryRecorder(model, optimizer, device="nonsense")
     assert before == {name: len(part) for name, part in vars(optimizer).items() if "hooks" in name}
+
+
+def test_steps_that_are_not_recorded_count_with_their_updates():
+    recorder = MemoryRecorder(sample_every_n_steps=100)
+    for number in range(10):
+        with recorder.step(batch_size=2):
+            with recorder.phase(Phase.BACKWARD):
+                pass
+            if number % 2:
+                with recorder.phase(Phase.OPTIMIZER_STEP):
+                    pass
+    assert len(recorder.steps) < 10
+    assert recorder.num_updates == 5

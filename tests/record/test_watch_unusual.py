@@ -53,15 +53,40 @@ def test_hooks_of_uncaught_errors_that_call_each_other_print_an_error_once(monke
     printed, error = [], ValueError("of the user")
     monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, traceback: printed.append(error))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    first, second = Listener(), Listener()
-    end_first = listen_for_errors(first.listen)
-    found = sys.excepthook
-    monkeypatch.setattr(sys, "excepthook", lambda *error: found(*error))  # another package's
-    end_first()
-    end_second = listen_for_errors(second.listen)
+    end_second = hooks_in_turns(monkeypatch)
     sys.excepthook(ValueError, error, None)
     end_second()
     assert printed == [error]
+
+
+def hooks_in_turns(monkeypatch):
+    """Ours, over it another package's that calls it, and over that ours again."""
+    first, second = Listener(), Listener()
+    end_first = listen_for_errors(first.listen)
+    found = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", lambda *error: found(*error))
+    end_first()
+    return listen_for_errors(second.listen)
+
+
+def test_the_programs_own_hook_of_uncaught_errors_is_called_in_every_case(monkeypatch):
+    heard, error = [], ValueError("of the user")
+
+    def own(kind, error, traceback):
+        heard.append(error)
+
+    monkeypatch.setattr(sys, "excepthook", own)
+    end = hooks_in_turns(monkeypatch)
+    sys.excepthook(ValueError, error, None)
+    end()
+    assert heard == [error]
+    # Those that end in the order in which they began leave it as it was.
+    monkeypatch.setattr(sys, "excepthook", own)
+    first, second = Listener(), Listener()
+    ends = [listen_for_errors(each.listen) for each in (first, second)]
+    for end in ends:
+        end()
+    assert sys.excepthook is own
 
 
 @pytest.mark.parametrize("ended_by", ["nobody", "another thread"])

@@ -250,8 +250,9 @@ class OutOfMemoryReport(Printable):
             for row in self.savings
         )
         columns = ("saving", "peak allocated", "saved", "fits")
+        size = "" if self.batch_size is None else f" with {self.batch_size:,} samples per update"
         return Table(
-            title=f"What would help, predicted with {self.batch_size:,} samples per update",
+            title=f"What would help, predicted{size}",
             columns=columns,
             rows=cells,
         )

@@ -14,7 +14,6 @@ from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.core.errors import fail_safe
 from memcallback.core.files import inside, place_of
 from memcallback.core.step_memory import StepMemory
-from memcallback.core.types import Phase
 from memcallback.core.validation import DEFAULT_HEADROOM
 from memcallback.devices.catalogue import Device
 from memcallback.devices.local import resolve
@@ -230,7 +229,7 @@ class MemoryTrainerCallback(TrainerCallback):
             ),
             is_main=state.is_world_process_zero,
             loggers=destinations_here(args, state) if state.is_world_process_zero else (),
-            progress=self._progress,
+            progress=lambda: self._progress(args.gradient_accumulation_steps),
             bounds=BatchSizeBounds.of_loader(train_dataloader, args.world_size),
         )
         if args.n_gpu > 1:
@@ -313,6 +312,7 @@ class MemoryTrainerCallback(TrainerCallback):
     def on_step(self, record: StepMemory, batch: object = None) -> None:
         """As `StepListener`."""
         assert self._monitor is not None
+        assert self.recorder is not None
         if record.is_interrupted:
             # A Trainer has no hook for exceptions.
             self._monitor.note_interruption(sys.exc_info()[0])
@@ -322,7 +322,7 @@ class MemoryTrainerCallback(TrainerCallback):
             record,
             self._state.global_step + 1,
             is_due=self._is_logging_step(),
-            is_window_complete=Phase.OPTIMIZER_STEP in record.phases,
+            is_window_complete=self.recorder.made_update(record),
             batch=batch,
         )
 
@@ -337,11 +337,10 @@ class MemoryTrainerCallback(TrainerCallback):
     def close(self) -> None:
         """As `StepListener`."""
 
-    def _progress(self) -> Progress:
-        return Progress(
-            epoch=int(self._state.epoch or 0),
-            steps_left=max(0, self._state.max_steps - self._state.global_step),
-        )
+    def _progress(self, accumulate: int) -> Progress:
+        """The progress in batches, each of which is a recorded step."""
+        updates_left = max(0, self._state.max_steps - self._state.global_step)
+        return Progress(epoch=int(self._state.epoch or 0), steps_left=updates_left * accumulate)
 
     def _is_logging_step(self) -> bool:
         interval = int(self._state.logging_steps or 0)

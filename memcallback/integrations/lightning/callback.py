@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -308,6 +307,7 @@ class MemoryCallback(Callback):
             trainer, pl_module, reset_peaks=self._reset_peaks, per_module=self._per_module
         )
         self.recorder.history.load_peaks(self._restored_peaks)
+        self._restored_peaks = {}  # a later fit is another training
         self._predictor.watch(trainer, pl_module)
         self._is_running = True
         is_manual = not pl_module.automatic_optimization
@@ -463,11 +463,14 @@ class MemoryCallback(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Explain an out-of-memory error, keep the step's records, report, and undo the savings."""
-        self._predictor.end_watch()
-        with suppress(Exception):  # a full device can fail in any way; the error itself goes on
-            self._explain(trainer, pl_module, exception)
-        self._on_failure(trainer, exception)
-        self._undo_savings()
+        try:
+            # A full device can fail in any way; the error itself goes on.
+            with faults_as_warnings("The error that ended the fit was not reported."):
+                self._predictor.end_watch()
+                self._explain(trainer, pl_module, exception)
+        finally:  # also after Ctrl-C in the report
+            self._on_failure(trainer, exception)
+            self._undo_savings()
 
     def _explain(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
         if self._is_running and self.recorder is not None and self._monitor is not None:
@@ -475,6 +478,7 @@ class MemoryCallback(Callback):
                 return
             report = self.recorder.explain(error, self.prediction, where=stage_of(trainer))
             if report is not None:
+                self.out_of_memory = report  # whatever becomes of the rest
                 make_step = self._predictor.maker_of_failed(
                     trainer, pl_module, self.recorder.open_batch
                 )

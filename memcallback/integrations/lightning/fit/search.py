@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -9,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import Estimate, estimate
@@ -25,6 +25,7 @@ from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.out_of_memory.errors import is_out_of_memory, let_go, release_memory
+from memcallback.integrations.lightning.fit.agreement import Agreement
 from memcallback.integrations.lightning.fit.loaders import NAME, batch_size_settings, resized
 from memcallback.integrations.lightning.fit.run_state import RunState
 from memcallback.integrations.lightning.fit.settings import (
@@ -53,8 +54,8 @@ from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.record.pending import PendingPrediction
 from memcallback.step.batch import infer_batch_size
 
-#: The smallest status of all ranks counts.
-_FAILED, _TOO_LARGE, _FITS = range(3)
+#: What a rank that stops for another one's error says has failed.
+_BEGINNING = "The search for a batch size"
 _MAX_TRIALS = 20
 _UNKNOWN = -1
 
@@ -86,55 +87,60 @@ class FitSearch:
     def __init__(
         self, trainer: Any, module: Any, settings: FitSettings, say: Callable[[str], None]
     ) -> None:
-        check_supported(trainer, module)
         self._trainer, self._module, self._settings, self._say = trainer, module, settings, say
         self._device: torch.device = trainer.strategy.root_device
-        self._given = given_loaders(trainer)
-        self._batch_size_settings = batch_size_settings(module, trainer.datamodule)
-        if self._given is None and not self._batch_size_settings:
-            raise ValueError(
-                "Neither the module nor its data module has the attribute or hyperparameter "
-                f"{NAME}, so train_dataloader() cannot get one. Set self.{NAME} in __init__ and "
-                f"write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
-            )
-        self._accumulate = largest_accumulation(trainer)
-        self._meter = TrialMeter(self._device, module)
-        release_memory(self._device)
-        self._budget = budget_on(self._device, settings)
-        self._elsewhere_bytes = self._meter.elsewhere_bytes()
+        self._ranks = Agreement(self._device, trainer.world_size)
         self._prediction: StepPrediction | None = None
         self._line: LikelyPeak | PeakLine | TracedPeak | None = None
         self._is_inferred = False
         self._notes: list[str] = []
         self._trials: list[Trial] = []
-        launcher = getattr(trainer.strategy, "launcher", None)
-        self._state = RunState(
-            trainer,
-            *loaders_in(trainer),
-            device=self._device,
-            leave_alone=(*trainer.loggers, launcher),
-        )
+        with self._ranks.of_all(_BEGINNING):
+            check_supported(trainer, module)
+            self._given = given_loaders(trainer)
+            self._batch_size_settings = batch_size_settings(module, trainer.datamodule)
+            if self._given is None and not self._batch_size_settings:
+                raise ValueError(
+                    "Neither the module nor its data module has the attribute or hyperparameter "
+                    f"{NAME}, so train_dataloader() cannot get one. Set self.{NAME} in __init__ "
+                    f"and write DataLoader(..., batch_size=self.{NAME}); or give the loader to fit."
+                )
+            self._accumulate = largest_accumulation(trainer)
+            self._meter = TrialMeter(self._device, module)
+            release_memory(self._device)
+            self._budget = budget_on(self._device, settings)
+            self._elsewhere_bytes = self._meter.elsewhere_bytes()
+            launcher = getattr(trainer.strategy, "launcher", None)
+            self._state = RunState(
+                trainer,
+                *loaders_in(trainer),
+                device=self._device,
+                leave_alone=(*trainer.loggers, launcher),
+            )
 
     def find(self) -> FittedBatchSize:
         """Find the size, and restore everything, the batch size too."""
         any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
         with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
-            previous, num_samples = self._look(folder)
+            with self._ranks.of_all(_BEGINNING):
+                previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
-            first_estimate = self._estimate(measured=None, elsewhere_bytes=self._elsewhere_bytes)
-            predicted = line = None
-            if first_estimate is not None:
-                predicted = any_size.within(first_estimate.largest, first_estimate.fits)
-                line = first_estimate.peaks
-            self._line = (
-                LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes)
-                if isinstance(line, TracedPeak)
-                else line
-            )
-            (first,) = self._agree(self._first(previous, predicted, cap))
-            search = BatchSizeSearch(
-                first, BatchSizeBounds(multiple_of=any_size.multiple_of, max_batch_size=cap)
-            )
+            with self._ranks.of_all(_BEGINNING):
+                first_estimate = self._estimate(
+                    measured=None, elsewhere_bytes=self._elsewhere_bytes
+                )
+                predicted = line = None
+                if first_estimate is not None:
+                    predicted = any_size.within(first_estimate.largest, first_estimate.fits)
+                    line = first_estimate.peaks
+                self._line = (
+                    LikelyPeak(line=line, fixed_bytes=self._elsewhere_bytes)
+                    if isinstance(line, TracedPeak)
+                    else line
+                )
+                first = self._first(previous, predicted, cap)
+            (first,) = self._ranks.smallest(first)
+            search = BatchSizeSearch(first, replace(any_size, max_batch_size=cap))
             while search.next is not None and len(self._trials) < _MAX_TRIALS:
                 size = search.next
                 fits, expected = self._try(size, folder)
@@ -216,11 +222,10 @@ class FitSearch:
     def _cap(self, num_samples: int | None) -> tuple[int | None, str]:
         """The largest size to consider, None for unlimited; and why."""
         where = " on each device" if self._trainer.world_size > 1 else ""
-        limits = (
-            []
-            if num_samples is None
-            else [(self._agree(num_samples)[0], f"The training data have {{}} samples{where}")]
-        )
+        (fewest,) = self._ranks.smallest(sys.maxsize if num_samples is None else num_samples)
+        limits = []
+        if fewest < sys.maxsize:
+            limits.append((fewest, f"The training data have {{}} samples{where}"))
         if self._settings.max_batch_size is not None:
             limits.append((self._settings.max_batch_size, "max_batch_size is {}"))
         if not limits:
@@ -266,31 +271,30 @@ class FitSearch:
     def _try(self, size: int, folder: str) -> tuple[bool, int | None]:
         """Run a size; return whether all ranks fit, and the largest size now expected to fit."""
         self._say(f"Trying batch size {size:,}.")
-        outcome = self._run(size, folder)
-        trial = Trial(
-            batch_size=size,
-            peak_bytes=outcome.peak_bytes,
-            predicted_bytes=None if self._line is None else self._line.at(size),
-            budget_bytes=self._budget.verified_budget_bytes,
-            is_out_of_memory=outcome.is_out_of_memory,
-            num_alloc_retries=outcome.num_alloc_retries,
-        )
-        is_corrected = outcome.step is not None and self._correct(trial, outcome)
-        largest = (
-            self._line.largest_within(self._budget.budget_bytes)
-            if is_corrected and self._line
-            else None
-        )
-        status = _FAILED if outcome.error else _FITS if trial.fits else _TOO_LARGE
-        status, expected = self._agree(status, _UNKNOWN if largest is None else largest)
-        if outcome.error is not None:
-            raise outcome.error
-        if status == _FAILED:
-            raise RuntimeError(
-                f"The trial of batch size {size:,} failed on another rank; see that rank's error."
+        with self._ranks.of_all(f"The trial of batch size {size:,}"):
+            outcome = self._run(size, folder)
+            if outcome.error is not None:
+                raise outcome.error
+            trial = Trial(
+                batch_size=size,
+                peak_bytes=outcome.peak_bytes,
+                predicted_bytes=None if self._line is None else self._line.at(size),
+                budget_bytes=self._budget.verified_budget_bytes,
+                is_out_of_memory=outcome.is_out_of_memory,
+                num_alloc_retries=outcome.num_alloc_retries,
             )
+            is_corrected = outcome.step is not None and self._correct(trial, outcome)
+            largest = (
+                self._line.largest_within(self._budget.budget_bytes)
+                if is_corrected and self._line
+                else None
+            )
+        # The smallest of all ranks counts.
+        fits, expected = self._ranks.smallest(
+            int(trial.fits), _UNKNOWN if largest is None else largest
+        )
         self._trials.append(trial)
-        return status == _FITS, None if expected == _UNKNOWN else expected
+        return bool(fits), None if expected == _UNKNOWN else expected
 
     def _correct(self, trial: Trial, outcome: TrialOutcome) -> bool:
         """Correct the expected peaks by a trial; return whether there are any."""
@@ -367,12 +371,3 @@ class FitSearch:
             and (outside := device_memory(self._device).non_pytorch_bytes) is not None
         ):
             self._budget = replace(self._budget, outside_bytes=outside)
-
-    def _agree(self, *values: int) -> list[int]:
-        """The minimum of each value over all ranks."""
-        if self._trainer.world_size == 1 or not dist.is_initialized():
-            return list(values)
-        is_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
-        agreed = torch.tensor(values, device="cpu" if is_host else self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
-        return [int(value) for value in agreed.tolist()]
