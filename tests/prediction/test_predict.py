@@ -403,6 +403,27 @@ def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
         predicted.at(1600)
 
 
+class SequenceFirst(nn.Module):
+    """32 sequences of length 128."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.linear(x.mean(0))
+
+
+@pytest.mark.parametrize("batch_size", [64, 1_000_000])
+def test_a_batch_size_is_refused_where_the_batch_cannot_be_made_so_large(batch_size):
+    step = TrainingStep(SequenceFirst(), torch.zeros(128, 32, 16), batch_size=32)
+    assert mc.predict(step, device="24GiB", batch_size=32).batch_size == 32
+    with pytest.raises(
+        mc.PredictionError, match=f"Batch size {batch_size} .* the step's own batch size, 32"
+    ):
+        mc.predict(step, device="24GiB", batch_size=batch_size)
+
+
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(
         ValueError, match="the optimizer AdamW has 2 parameters, and none is the model's"
