@@ -31,6 +31,7 @@ from memcallback.report.tags import (
 )
 from memcallback.report.writers import Writers
 from memcallback.savings.plan import Plan
+from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.training_step import TrainingStep
 
 #: A step by module, measured and predicted; None for what there is not.
@@ -177,19 +178,13 @@ def setup_of(
         has_buckets = has_buckets or (step.ranks is not None and step.ranks.strategy == "ddp")
     return Setup(
         model=_names(getattr(model, "_orig_mod", model) for model in plain_models),
-        optimizer=_names(map(_unwrapped, optimizers)),
+        optimizer=_names(map(unwrapped, optimizers)),
         precision=step.precision if step else "",
         sequence_length=step.sequence_length if step else None,
         has_buckets=has_buckets,
         may_keep_batch=step is not None and step.lightning is None and not step.keep_batch,
         target=target,
     )
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, which accelerate and Fabric wrap in one of their own."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _names(parts: Iterable[object]) -> str:
