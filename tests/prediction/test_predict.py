@@ -388,6 +388,9 @@ def test_a_step_with_less_of_something_in_a_larger_batch_has_a_limit_all_the_sam
     assert predicted.limit == predicted.trace.largest_known == 100
     with pytest.raises(UnknownBatchSize, match="gives a negative size"):
         predicted.at(101)
+    advice = mc.suggest_batch_size(step, device="24GiB")
+    assert advice.largest == 100
+    assert max(size for size, _ in advice.curve) <= 100
 
 
 def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
