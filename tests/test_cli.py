@@ -19,6 +19,7 @@ from memcallback.cli import main
 from memcallback.devices.catalogue import Device, find_device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.prediction import Prediction
+from memcallback.step.importer import load_step
 
 MODELS = """
 import torch
@@ -553,6 +554,16 @@ def test_the_step_may_be_given_in_three_ways(target, batch_size, tracing, capsys
     assert step.loss(step.model, step.batch).shape == ()
     assert step.batch_size.batch_size == batch_size
     assert len(step.optimizers_of(step.model)) == (target != "make_step")
+
+
+def test_savings_of_a_module_with_only_an_example_are_predicted_on_the_example_too(capsys):
+    step = load_step("some_steps:WithExample")
+    assert "its forward is predicted" in capsys.readouterr().err
+    whole, mixed = (
+        memcallback.predict(step.varied(precision=precision), device="24GiB")
+        for precision in ("32-true", "bf16-true")
+    )
+    assert whole.batch_size == mixed.batch_size == 9
 
 
 def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, capsys):
