@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import inside, make_folder, write_file
 from memcallback.core.module_table import ModuleTable
+from memcallback.devices.catalogue import Device
+from memcallback.prediction.predict_here import with_communication
 from memcallback.report.brief import brief_report
 from memcallback.report.closing import Ending, closing_lines
 from memcallback.report.console import BRIEF, FULL, SILENT, Console
@@ -167,9 +169,11 @@ def setup_of(
     optimizers: Sequence[Optimizer],
     step: TrainingStep | None,
     *,
-    target: str = "",
+    target: Device | None,
 ) -> Setup:
     """The names of what trains; the step may be unknown, the target is another device."""
+    if target is not None and step is not None:
+        target = with_communication(target, step)
     # A step has the model without its wrapper.
     plain_models = [step.model] if step else [getattr(model, "module", model) for model in models]
     has_buckets = any(isinstance(model, DistributedDataParallel) for model in models)
@@ -183,7 +187,8 @@ def setup_of(
         sequence_length=step.sequence_length if step else None,
         has_buckets=has_buckets,
         may_keep_batch=step is not None and step.lightning is None and not step.keep_batch,
-        target=target,
+        target=target.name if target else "",
+        target_allocator_bytes=target.allocator_capacity_bytes if target else None,
     )
 
 

@@ -1,6 +1,8 @@
 """`MemoryLog` in a plain loop."""
 
 import re
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import memcallback as mc
 from memcallback import MemoryWarning, Phase
+from memcallback.core.units import MiB
+from memcallback.devices.catalogue import find_device
 
 BATCH = (torch.ones(16, FEATURES), torch.zeros(16, dtype=torch.long))
 
@@ -265,3 +269,17 @@ def test_no_more_samples_are_suggested_than_the_dataset_has(parts, capsys):
     train(*parts, num_steps=2)
     assert "the whole training set (50) fits with 5 % kept free (now 16)" in capsys.readouterr().out
     recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("context_bytes", "word"), [(MiB, "FITS"), (64 * MiB - 1024, "DOES NOT FIT")]
+)
+def test_on_another_device_the_peak_must_fit_beside_the_context(context_bytes, word, parts):
+    device = replace(find_device("NVIDIA L4"), capacity_bytes=64 * MiB, context_bytes=context_bytes)
+    with (
+        closing(mc.MemoryRecorder(*parts)) as recorder,
+        mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device=device) as log,
+    ):
+        recorder.watch()
+        train(*parts)
+    assert log.report.verdict.word == word
