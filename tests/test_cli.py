@@ -465,6 +465,14 @@ def test_a_step_that_does_not_fit_says_what_to_do_next(tracing, capsys):
     assert find_device("1024.00MiB").capacity_bytes == 1 << 30
 
 
+def test_a_step_at_another_sequence_length_gets_no_advice_for_its_own(tracing, capsys):
+    arguments = ["predict", "some_steps:make_step", "--batch-size", "9000", "--device", "1GiB"]
+    assert main([*arguments, "--sequence-length", "128"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Next: --batch-size ")
+    assert last.endswith(" fits.")
+
+
 def test_a_check_of_a_cpu_of_unknown_capacity_is_refused(tracing, capsys):
     arguments = ["predict", "some_steps:make_step", "--device", "cpu"]
     assert main([*arguments, "--check"]) == 2
