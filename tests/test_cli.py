@@ -19,6 +19,7 @@ from memcallback.cli import main
 from memcallback.devices.catalogue import Device, find_device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.prediction import Prediction
+from memcallback.step.importer import load_step
 
 MODELS = """
 import torch
@@ -464,6 +465,14 @@ def test_a_step_that_does_not_fit_says_what_to_do_next(tracing, capsys):
     assert find_device("1024.00MiB").capacity_bytes == 1 << 30
 
 
+def test_a_step_at_another_sequence_length_gets_no_advice_for_its_own(tracing, capsys):
+    arguments = ["predict", "some_steps:make_step", "--batch-size", "9000", "--device", "1GiB"]
+    assert main([*arguments, "--sequence-length", "128"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("Next: --batch-size ")
+    assert last.endswith(" fits.")
+
+
 def test_a_check_of_a_cpu_of_unknown_capacity_is_refused(tracing, capsys):
     arguments = ["predict", "some_steps:make_step", "--device", "cpu"]
     assert main([*arguments, "--check"]) == 2
@@ -553,6 +562,16 @@ def test_the_step_may_be_given_in_three_ways(target, batch_size, tracing, capsys
     assert step.loss(step.model, step.batch).shape == ()
     assert step.batch_size.batch_size == batch_size
     assert len(step.optimizers_of(step.model)) == (target != "make_step")
+
+
+def test_savings_of_a_module_with_only_an_example_are_predicted_on_the_example_too(capsys):
+    step = load_step("some_steps:WithExample")
+    assert "its forward is predicted" in capsys.readouterr().err
+    whole, mixed = (
+        memcallback.predict(step.varied(precision=precision), device="24GiB")
+        for precision in ("32-true", "bf16-true")
+    )
+    assert whole.batch_size == mixed.batch_size == 9
 
 
 def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, capsys):

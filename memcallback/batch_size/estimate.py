@@ -63,6 +63,8 @@ class Estimate:
 
     def fits(self, batch_size: int) -> bool:
         """Whether the peak of a batch size plus the headroom stays within the device."""
+        if not self._knows(batch_size):
+            return False
         budget_bytes = budget(
             self.capacity_bytes, self.headroom, self.outside_bytes, self.most_outside_bytes
         )
@@ -73,6 +75,12 @@ class Estimate:
         """The peak at a batch size, of the step or its validation."""
         peak = self.peaks.at(batch_size)
         return peak if self.validation is None else max(peak, self.validation.peak_at(batch_size))
+
+    def _knows(self, batch_size: int) -> bool:
+        """Whether no size of the step or its validation is negative at a batch size."""
+        traced = self.peaks.replays.trace if isinstance(self.peaks, TracedPeak) else None
+        is_known = traced is None or traced.is_in_range(batch_size)
+        return is_known and (self.validation is None or self.validation._knows(batch_size))
 
     @property
     def traced_sizes(self) -> set[int] | None:
@@ -124,7 +132,7 @@ class Estimate:
             limit_without_retry=without_retry,
             limit_fits_again=limits.fits_again,
             limit_without_retry_peak_bytes=self.peak_at(without_retry) if without_retry else None,
-            curve=tuple((size, self.peak_at(size)) for size in sorted(sizes)),
+            curve=tuple((size, self.peak_at(size)) for size in sorted(filter(self._knows, sizes))),
             counts=self.counts,
             current_batch_size=current,
             bounds=self.bounds,

@@ -41,7 +41,10 @@ class MainProgram:
 
     @classmethod
     def module(cls, name: str, arguments: list[str]) -> MainProgram:
-        """The program that `python -m name` runs; a ModuleNotFoundError if there is none."""
+        """The program that `python -m name` runs; a ModuleNotFoundError if there is none.
+
+        The packages around it are imported, which can fail in any way.
+        """
         folder = os.getcwd()
         _put_first(folder)
         spec = importlib.util.find_spec(name)
@@ -103,6 +106,16 @@ def _put_first(folder: str) -> None:
     """Make a folder the first that Python searches for modules, as for a program of its own."""
     if not getattr(sys.flags, "safe_path", False):  # `python -P` puts none there
         sys.path[0] = folder
+
+
+def of_program(error: BaseException) -> TracebackType | None:
+    """The traceback from the program on, of an error while its packages were imported."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__", "").startswith(
+        ("memcallback.", "importlib")
+    ):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _inside(code: CodeType | None, traceback: TracebackType | None) -> TracebackType | None:

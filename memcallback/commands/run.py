@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memcallback.commands.main_program import MainProgram
+from memcallback.commands.main_program import MainProgram, of_program
 from memcallback.step.importer import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,13 @@ def add_run(commands: Any) -> None:
 
 
 def _run_program(arguments: argparse.Namespace) -> int:
-    program = _program(arguments.module, arguments.script)
+    try:
+        program = _program(arguments.module, arguments.script)
+    except UsageError:
+        raise
+    except Exception as error:  # of a package around the module: the program's own
+        sys.excepthook(type(error), error.with_traceback(of_program(error)), error.__traceback__)
+        return 1
     os.environ.setdefault("MEMCALLBACK", "1")  # for Lightning's Trainer, here and in its ranks
     recording = _Recording(arguments.log_dir)
     if "torch" in sys.modules:  # by what Python runs at its start
@@ -70,6 +76,8 @@ def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram
             # argparse ends an option's arguments at --, and gives the script what follows.
             return MainProgram.module(name, [*rest, *script])
         except (ImportError, ValueError) as error:
+            if not _is_about(name, error):
+                raise
             raise UsageError(
                 f"{error}. Name one that python -m would run, in this folder or installed."
             ) from None
@@ -85,6 +93,14 @@ def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram
             f"{path!r} cannot be read: {error.strerror or error}. Name the file that python would "
             "run, such as train.py."
         ) from None
+
+
+def _is_about(name: str, error: Exception) -> bool:
+    """Whether an error says that there is no such module, and not that one of a program fails."""
+    if of_program(error) is None:
+        return True
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 
 class _Recording:

@@ -62,7 +62,9 @@ def _next_step(prediction: Prediction, arguments: argparse.Namespace) -> str:
     """What to do where a step does not fit."""
     largest = prediction.largest_batch_size
     smaller = f"--batch-size {largest} fits. " if largest else ""
-    if prediction.step.stage is not Stage.TRAINING:  # savings are for training alone
+    # Savings are for training alone, and at the step's own sequence length.
+    has_savings = prediction.step.stage is Stage.TRAINING and arguments.sequence_length is None
+    if not has_savings:
         return f"Next: {smaller or 'try a smaller batch, or a device with more memory.'}".rstrip()
     device = arguments.device
     if not isinstance(device, str):  # a card that was given by its size is named after it

@@ -94,11 +94,12 @@ def tensors_in(obj: object, *, most: int | None = None) -> Iterator[torch.Tensor
 
     Of many objects the first `most` are searched.
     """
-    items = islice(walk([obj], _children), most)
+    items = islice(walk([obj], children), most)
     return (item for item in items if isinstance(item, torch.Tensor))
 
 
-def _children(obj: object) -> list[object] | None:
+def children(obj: object) -> list[object] | None:
+    """What an object holds, for `walk`; None for a leaf."""
     if isinstance(obj, _LEAVES):
         return None
     try:

@@ -27,18 +27,16 @@ def step_page(
     caveats: Sequence[str] = (),
 ) -> Page:
     """The verdict, the step, its peak, the batch size, further sections, and what was assumed."""
-    sections = [
-        Section(
-            title=label,
-            note=f"{timeline.num_allocations:,} allocations in order, stacked by category",
-            parts=[timeline],
-        ),
-        Section(
-            title="In memory at the peak",
-            note=f"{brief_bytes(tree.num_bytes)}, by module and by category",
-            parts=[Treemap(tree), CategoryBars(by_category)],
-        ),
-    ]
+    of_peak = Section(
+        title="In memory at the peak",
+        note=f"{brief_bytes(tree.num_bytes)}, by module and by category",
+        parts=[Treemap(tree), CategoryBars(by_category)],
+    )
+    sections = [of_peak]
+    if timeline.moments:  # a step that allocates nothing has none
+        num_allocations = f"{timeline.num_allocations:,} allocations"
+        note = f"{num_allocations} in order, stacked by category"
+        sections = [Section(title=label, note=note, parts=[timeline]), of_peak]
     if curve is not None:
         sections.append(Section(title="Batch size", parts=[curve]))
     sections += more

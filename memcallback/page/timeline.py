@@ -68,10 +68,8 @@ class Timeline:
 
     def html(self) -> str:
         """The chart, its legend, and the data that the page's script shows at the pointer."""
-        highest = max(
-            *(max(moment.allocated_bytes, moment.reserved_bytes or 0) for moment in self.moments),
-            *self.measured.values(),
-        )
+        sizes = [max(moment.allocated_bytes, moment.reserved_bytes or 0) for moment in self.moments]
+        highest = max([*sizes, *self.measured.values()])
         scale, has_capacity = Scale.for_sizes(highest, self.capacity_bytes)
         present = [
             position

@@ -31,10 +31,8 @@ def predict_with_least_room(
         for number, spec in enumerate(specs)
     ]
     least = min(predictions, key=_room)
-    if others := tuple(_of_others(least, predictions)):
-        device = replace(least.device, caveats=(*least.device.caveats, *others))
-        least = replace(least, device=device)
-    return least
+    others = tuple(_of_others(least, predictions))
+    return replace(least, other_architectures=others) if others else least
 
 
 def _room(prediction: Prediction) -> tuple[bool, float, int]:

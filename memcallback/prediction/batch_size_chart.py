@@ -20,8 +20,8 @@ def batch_size_chart(
     end = max(2, batch_size, round(_BEYOND * largest) if largest else 2 * batch_size)
     sizes = {max(1, end * number // _NUM_POINTS) for number in range(_NUM_POINTS + 1)}
     sizes |= {batch_size, *([largest] if largest else [])}
-    last = replays.trace.largest_known or end
-    points = [(size, replays.peak_bytes(size)) for size in sorted(sizes) if size <= last]
+    known = sorted(filter(replays.trace.is_in_range, sizes))
+    points = [(size, replays.peak_bytes(size)) for size in known]
     if len(points) < 2:
         return None
     peaks = dict(points)

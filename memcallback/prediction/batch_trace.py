@@ -172,6 +172,28 @@ class BatchTrace:
         least = min((end for end in ends if end is not None), default=None)
         return None if least is None else self.batch_size + least
 
+    @cached_property
+    def smallest_known(self) -> int:
+        """The smallest batch size of the line at which no size is negative."""
+        slopes = self.slopes or ()
+        curvatures = self.curvatures or (0,) * len(slopes)
+        fewest = self.batch_size - 1
+        for position, (slope, curvature) in enumerate(zip(slopes, curvatures, strict=True)):
+            number = self.numbers[position]
+            if number < 0 or (slope <= curvature and curvature >= 0):
+                continue
+            end = _last_above_zero(number, curvature - slope, curvature)
+            if end is not None and end < fewest and not self._is_padded(position):
+                fewest = end
+        return self.batch_size - fewest
+
+    def is_in_range(self, batch_size: int) -> bool:
+        """Whether no size is negative at a batch size."""
+        if batch_size in self.exceptions:
+            return True
+        last = self.largest_known
+        return self.smallest_known <= batch_size and (last is None or batch_size <= last)
+
     def largest_within(self, capacity_bytes: int) -> int | None:
         """The largest batch size at which each single allocation fits; None if each always does."""
         slopes = self.slopes or ()
@@ -220,18 +242,24 @@ class BatchTrace:
             for position, number in enumerate(self.traced.numbers)
             if number >= 0 > numbers[position]
         ]:
-            index = item_of(self.traced, position)
-            if self.base is not None and isinstance(self.traced.items[index], KernelCall):
-                # A padded shape at another sequence length, which the operator's rule ignores.
+            if self._is_padded(position):
                 numbers[position] = 0
                 continue
-            place = item_text(self.traced, index)
+            place = item_text(self.traced, item_of(self.traced, position))
             raise UnknownBatchSize(
                 f"the straight line through the traced batch sizes gives a negative size "
                 f"({numbers[position]}) for {place} at batch size {batch_size}. Trace the step at "
                 "a batch size nearer to it."
             )
         return self.traced.with_numbers(numbers, self._answers)
+
+    def _is_padded(self, position: int) -> bool:
+        """Whether a number is of a padded shape at another sequence length.
+
+        The operator's rule ignores it.
+        """
+        item = self.traced.items[item_of(self.traced, position)]
+        return self.base is not None and isinstance(item, KernelCall)
 
     def growth_bytes(self, batch_size: int) -> int | None:
         """What each repetition (a token, a batch) adds to memory; None without repetitions."""

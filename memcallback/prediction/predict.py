@@ -69,7 +69,8 @@ def predict(
 
     Raises:
         PredictionError: If the step cannot be traced, takes too long, or wants to change something
-            outside of its process; or if its batch size is unknown.
+            outside of its process; if its batch size is unknown; or if its batch cannot be made
+            larger or smaller, and another `batch_size` is asked for.
         ValueError: If `device` is unknown, or names a device that this machine does not have; if
             `batch_size` is below 1; or if `sequence_length` is given and the step does not say its
             own.

@@ -61,6 +61,12 @@ def predict_here(
             "batch_size", batch_size, f"Leave it out for the batch's own, {own_batch_size}."
         )
     )
+    if wanted != own_batch_size and not has_samples(step.batch, own_batch_size):
+        raise PredictionError(
+            f"Batch size {wanted} cannot be predicted: no tensor of the batch has the step's own "
+            f"batch size, {own_batch_size}, as its first dimension, so no batch of another size "
+            f"can be made of it. Give the step a batch of {wanted} samples."
+        )
     length = step.sequence_length
     if sequence_length is not None:
         own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."

@@ -86,6 +86,8 @@ class Prediction(Printable):
         at_start: The segments that the allocator of this process has before the first step, if they
             are not those of the model alone, as after Lightning's sanity check; else empty.
             `limits` and other devices are for a process that has only the model.
+        other_architectures: For a card known by its size alone, what is different with other
+            architectures at this batch size, one sentence each; `at` and `on` leave it out.
         steps: The steps of the trace, in order. Those of the last update are steady: the update is
             repeated until its values settle. Those with a batch in between (`other_batch_size` of
             `TrainingStep`) are among them.
@@ -116,6 +118,7 @@ class Prediction(Printable):
     traced_for: Device | None = None
     limits: Limits | None = field(default=None, compare=False)
     at_start: tuple[Segment, ...] = field(default=(), repr=False)
+    other_architectures: tuple[str, ...] = field(default=(), compare=False, repr=False)
     steps: tuple[StepMemory, ...] = field(init=False, compare=False)
     fits: bool = field(init=False, compare=False)
     fits_without_retry: bool = field(init=False, compare=False)
@@ -168,6 +171,7 @@ class Prediction(Printable):
                 fits=self.fits,
                 peak_bytes=self.run_peak_reserved_bytes or 0,
             ),
+            *self.other_architectures,
             *assumed.of_batch_size(self.trace, self.batch_size),
         )
         object.__setattr__(self, "caveats", tuple(dict.fromkeys(caveats)))
@@ -244,7 +248,9 @@ class Prediction(Printable):
                 "sequence_length", sequence_length, "Give how long the batch's sequences are."
             )
         if sequence_length is None or sequence_length == self.sequence_length:
-            return self if batch_size == self.batch_size else replace(self, batch_size=batch_size)
+            if batch_size == self.batch_size:
+                return self
+            return replace(self, batch_size=batch_size, other_architectures=())
         if self.lengths is None:
             raise UnknownSequenceLength(
                 f"sequence length {sequence_length} is unknown: the step does not say how long its "
@@ -281,6 +287,9 @@ class Prediction(Printable):
                 f"a step traced for {traced_for.name} cannot be put on {spec.name}: operators "
                 "allocate differently there. Trace it again: memcallback.predict(step, device=...)."
             )
+        if isinstance(spec, DeviceSpec) and isinstance(traced_for, DeviceSpec):
+            # The ranks of a job communicate on any card.
+            spec = replace(spec, communication_bytes=traced_for.communication_bytes)
         return asking_apart(
             lambda: self._searched_anew(device=spec, traced_for=traced_for, at_start=())
         )
@@ -305,7 +314,7 @@ class Prediction(Printable):
 
     def _searched_anew(self, **changes: Any) -> Prediction:
         """The same with changes, and its limits if this one has any."""
-        other = replace(self, **changes)
+        other = replace(self, other_architectures=(), **changes)
         return other if self.limits is None else other._search_limits()
 
     def _search_limits(self) -> Prediction:

@@ -87,9 +87,13 @@ class PredictionDiff(Printable):
 
     @property
     def peak(self) -> Change:
-        """The peak that has to fit: reserved, on a CPU allocated."""
-        old, new = peak_bytes(self.old), peak_bytes(self.new)
-        return Change(f"peak {self._kind}", old, new)
+        """The peak that has to fit: reserved; allocated if one of them is on a CPU."""
+        return Change(f"peak {self._kind}", *self._peaks)
+
+    @property
+    def _peaks(self) -> tuple[int, int]:
+        key = f"peak_{self._kind}_bytes"
+        return self.old[key], self.new[key]
 
     @property
     def _kind(self) -> str:
@@ -158,7 +162,7 @@ class PredictionDiff(Printable):
         return " ".join(parts)
 
     def _peak_sentence(self) -> str:
-        old, new = peak_bytes(self.old), peak_bytes(self.new)
+        old, new = self._peaks
         if old == new:
             return f"The peak is the same: {format_bytes(new)} {self._kind}."
         size = format_bytes(abs(new - old))

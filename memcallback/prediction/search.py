@@ -68,7 +68,15 @@ def largest_up_to(most: int, holds: Callable[[int], bool]) -> int:
     return largest_number(lambda n: n <= most and holds(n), near=most, end=most + 1) or 0
 
 
-def crossing(value: Callable[[int], int], bound: int, *, first: int, second: int, end: int) -> int:
+def crossing(
+    value: Callable[[int], int],
+    bound: int,
+    *,
+    first: int,
+    second: int,
+    end: int,
+    least: int = 1,
+) -> int:
     """Roughly where a growing value reaches a bound, by straight lines through known points."""
     here, there = first, second
     here_value, there_value = value(here), value(there)
@@ -76,7 +84,7 @@ def crossing(value: Callable[[int], int], bound: int, *, first: int, second: int
         if there_value == here_value:
             break
         slope_bytes, slope_samples = there_value - here_value, there - here
-        guess = min(max(1, there + (bound - there_value) * slope_samples // slope_bytes), end)
+        guess = min(max(least, there + (bound - there_value) * slope_samples // slope_bytes), end)
         if guess in (here, there):
             return guess
         here, here_value, there = there, there_value, guess
@@ -207,22 +215,22 @@ class BatchReplays:
         each size that is known to run out of memory. Sizes far below are not tried. A result that
         an estimate gives is confirmed; if it fails, the largest below it is found to within 1 %.
         If something shrinks with the batch size (a queue of fixed length), larger sizes are not
-        known.
+        known; if something has some samples less than the batch, smaller ones are not.
 
         The search begins about where the unlimited reserved peak reaches the device's capacity;
         with `by_allocated` where the allocated peak does, beyond which nothing fits.
         """
         if not self.trace.grows:
             return None
-        last = self.trace.largest_known
-        found = largest_number(
-            lambda batch_size: (last is None or batch_size <= last) and holds(batch_size),
-            near=self._near_capacity(start, by_allocated),
-            end=_MAX_BATCH_SIZE,
-        )
+        holds = self._where_known(holds)
+        near = self._near_capacity(start, by_allocated)
+        found = largest_number(holds, near=near, end=_MAX_BATCH_SIZE)
         if found is None:
             return None
         return self._largest_confirmed(self._below_failures(found, holds), holds)
+
+    def _where_known(self, holds: Callable[[int], bool]) -> Callable[[int], bool]:
+        return lambda batch_size: self.trace.is_in_range(batch_size) and holds(batch_size)
 
     def _largest_confirmed(self, found: int, holds: Callable[[int], bool]) -> int:
         """The largest size up to one found by estimates that holds with all tokens."""
@@ -242,10 +250,11 @@ class BatchReplays:
 
     def largest_up_to(self, most: int, holds: Callable[[int], bool]) -> int:
         """The largest batch size up to one for which `holds(batch_size)`; 0 if none is found."""
+        holds = self._where_known(holds)
         return self._largest_confirmed(largest_up_to(most, holds), holds)
 
     def _holds_confirmed(self, batch_size: int, holds: Callable[[int], bool]) -> bool:
-        if not self._is_sure(batch_size):
+        if self.trace.is_in_range(batch_size) and not self._is_sure(batch_size):
             capacity_bytes = self.device.allocator_capacity_bytes
             key = batch_size, capacity_bytes
             self._outcomes[key] = self._outcome(self._whole, batch_size, capacity_bytes)
@@ -260,7 +269,7 @@ class BatchReplays:
     def _below_failures(self, found: int, holds: Callable[[int], bool]) -> int:
         """The largest size up to the one found that is below each size known to fail."""
         below = range(found - 1, max(0, found - 1 - _NUM_BELOW), -1)
-        failing = [size for size in below if not holds(size)]
+        failing = [size for size in below if self.trace.is_in_range(size) and not holds(size)]
         failing += [size for size in self._tried_here() if size <= found and not self.fits(size)]
         if not failing:
             return found
@@ -324,7 +333,10 @@ class BatchReplays:
             reserved = outcome.peak_reserved_bytes
             return outcome.peak_allocated_bytes if by_allocated or reserved is None else reserved
 
-        return crossing(unlimited_peak, capacity_bytes, first=start, second=2 * start, end=end)
+        least = self.trace.smallest_known
+        return crossing(
+            unlimited_peak, capacity_bytes, first=start, second=2 * start, end=end, least=least
+        )
 
     def _on_device(self, batch_size: int) -> Outcome:
         return self._replay(batch_size, self.device.allocator_capacity_bytes)

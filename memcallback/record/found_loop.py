@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from memcallback.core.errors import fail_safe
 from memcallback.record.memory_log import MemoryLog
 from memcallback.record.recorder import MemoryRecorder
 from memcallback.record.watch import Watch
+from memcallback.step.copies.optimizers import with_owned
 from memcallback.step.forward_hooks import is_compiled_in_place
 from memcallback.step.hooks import Hook, remove_hooks
 
@@ -123,7 +124,7 @@ class FoundLoop:
         if is_over or module in self._idle or _is_inside(_PREDICTS):
             return
         self.is_lightning = self.is_lightning or _is_inside(_LIGHTNING)
-        optimizers = [] if self.is_lightning else list(_optimizers_of(module))
+        optimizers = [] if self.is_lightning else _optimizers_of(module)
         if not optimizers:
             self._num_searches += 1
             self._idle.update(module.modules())
@@ -149,7 +150,7 @@ class FoundLoop:
         if not _is_inside(_PREDICTS + _LIGHTNING):
             module = _compiled_module_of(optimizer)
             if module is not None:
-                self._record(module, list(_optimizers_of(module)))
+                self._record(module, _optimizers_of(module))
 
 
 class _OptimizerHook:
@@ -198,17 +199,22 @@ class _ModuleHook:
         self._replaced.__exit__(None, None, None)
 
 
-def _optimizers_of(module: torch.nn.Module) -> Iterator[Optimizer]:
+def _optimizers_of(module: torch.nn.Module) -> list[Optimizer]:
     """The optimizers that have parameters of a module; those inside of wrappers, not these."""
     parameters = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    if not parameters:
-        return
-    for candidate in gc.get_objects():
-        # By its type: `isinstance` would ask proxies of other libraries for theirs.
-        if issubclass(type(candidate), Optimizer) and "param_groups" in vars(candidate):
-            groups = candidate.param_groups
-            if any(id(one) in parameters for group in groups for one in group["params"]):
-                yield candidate
+    # By its type: `isinstance` would ask proxies of other libraries for theirs.
+    found = [
+        candidate
+        for candidate in (gc.get_objects() if parameters else ())
+        if issubclass(type(candidate), Optimizer)
+        and "param_groups" in vars(candidate)
+        and any(
+            id(one) in parameters for group in candidate.param_groups for one in group["params"]
+        )
+    ]
+    # One that another optimizer owns makes its updates as a part of the owner's.
+    owned = {id(inner) for one in found for inner in with_owned(one)[1:]}
+    return [one for one in found if id(one) not in owned]
 
 
 def _compiled_module_of(optimizer: Optimizer) -> torch.nn.Module | None:

@@ -227,9 +227,8 @@ class Monitor:
         self.publisher.say(text, level=BRIEF if self._is_waited_for else FULL)
 
     def _setup_of(self, step: TrainingStep | None) -> Setup:
-        target = self._settings.target
         models, optimizers = self._recorder.models, self._recorder.optimizers
-        return setup_of(models, optimizers, step, target=target.name if target else "")
+        return setup_of(models, optimizers, step, target=self._settings.target)
 
     def on_step(
         self,

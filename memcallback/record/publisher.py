@@ -14,6 +14,8 @@ from memcallback.core.errors import warn_and_go_on
 from memcallback.core.files import inside, make_folder, write_file
 from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.module_table import ModuleTable
+from memcallback.devices.catalogue import Device
+from memcallback.prediction.predict_here import with_communication
 from memcallback.report.brief import brief_report
 from memcallback.report.closing import Ending, closing_lines
 from memcallback.report.console import BRIEF, FULL, SILENT, Console
@@ -32,6 +34,7 @@ from memcallback.report.tags import (
 )
 from memcallback.report.writers import Writers
 from memcallback.savings.plan import Plan
+from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.training_step import TrainingStep
 
 #: A step by module, measured and predicted; None for what there is not.
@@ -168,9 +171,11 @@ def setup_of(
     optimizers: Sequence[Optimizer],
     step: TrainingStep | None,
     *,
-    target: str = "",
+    target: Device | None,
 ) -> Setup:
     """The names of what trains; the step may be unknown, the target is another device."""
+    if target is not None and step is not None:
+        target = with_communication(target, step)
     # A step has the model without its wrapper.
     plain_models = [step.model] if step else [getattr(model, "module", model) for model in models]
     has_buckets = any(isinstance(model, DistributedDataParallel) for model in models)
@@ -179,19 +184,14 @@ def setup_of(
         has_buckets = has_buckets or (step.ranks is not None and step.ranks.strategy == "ddp")
     return Setup(
         model=_names(getattr(model, "_orig_mod", model) for model in plain_models),
-        optimizer=_names(map(_unwrapped, optimizers)),
+        optimizer=_names(map(unwrapped, optimizers)),
         precision=step.precision if step else "",
         sequence_length=step.sequence_length if step else None,
         has_buckets=has_buckets,
         may_keep_batch=step is not None and step.lightning is None and not step.keep_batch,
-        target=target,
+        target=target.name if target else "",
+        target_allocator_bytes=target.allocator_capacity_bytes if target else None,
     )
-
-
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, which accelerate and Fabric wrap in one of their own."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _names(parts: Iterable[object]) -> str:

@@ -19,9 +19,10 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.record.step_recorder import StepRecorder
-from memcallback.step.batch import INFERRED, MOST_OBJECTS, infer_batch_size
+from memcallback.step.batch import INFERRED, infer_batch_size
 from memcallback.step.forward_hooks import ForwardHooks
 from memcallback.step.hooks import Hook, listen, remove_hooks
+from memcallback.step.sample_lists import MOST_OBJECTS
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

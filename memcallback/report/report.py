@@ -33,6 +33,7 @@ class Setup:
         may_keep_batch: Whether the loop is the user's own, whose step says that it lets go of a
             batch before the next one is on the device.
         target: The device to suggest a batch size for, where another one trains.
+        target_allocator_bytes: What the allocator can have there; None if unknown.
     """
 
     model: str = ""
@@ -42,6 +43,7 @@ class Setup:
     has_buckets: bool = False
     may_keep_batch: bool = False
     target: str = ""
+    target_allocator_bytes: int | None = None
 
 
 UNKNOWN_SETUP = Setup()
@@ -86,6 +88,7 @@ class Report(Printable):
             self.prediction,
             self.device.capacity_bytes,
             is_for_another=bool(self.setup.target),
+            allocator_bytes=self.setup.target_allocator_bytes,
         )
 
     @cached_property

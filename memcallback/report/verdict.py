@@ -81,8 +81,12 @@ def verdict_of(
     capacity_bytes: int | None,
     *,
     is_for_another: bool,
+    allocator_bytes: int | None,
 ) -> Verdict:
-    """The verdict on a step; `is_for_another` device than the one that trains."""
+    """The verdict on a step; `is_for_another` device than the one that trains.
+
+    Of the other one's capacity the allocator can have `allocator_bytes`; None if unknown.
+    """
     is_measured = (
         measured is not None
         and not (measured.is_warm_up or measured.is_interrupted)
@@ -97,11 +101,12 @@ def verdict_of(
     elif (step is measured and not is_measured) or peak_bytes is None or capacity_bytes is None:
         fits = None
     else:
+        usable_bytes = capacity_bytes if allocator_bytes is None else allocator_bytes
         lows = [window.low_bytes for window in step.windows] if step else []
         low_bytes = largest(lows) or peak_bytes
         # Between its bounds a formula knows nothing.
-        is_between = low_bytes <= capacity_bytes < peak_bytes
-        fits = None if is_between else peak_bytes <= capacity_bytes
+        is_between = low_bytes <= usable_bytes < peak_bytes
+        fits = None if is_between else peak_bytes <= usable_bytes
     return Verdict(
         fits=None if capacity_bytes is None else fits,
         peak_bytes=peak_bytes,

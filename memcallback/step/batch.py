@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -13,13 +12,12 @@ import torch
 from torch.utils.data import BatchSampler
 
 from memcallback.core.errors import warn_and_go_on
-from memcallback.core.tensors import tensors_in
+from memcallback.core.tensors import children, tensors_in, walk
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, kind_of, whole_number
+from memcallback.step.sample_lists import MOST_OBJECTS, SampleList, sample_list
 
 #: The hint of every error about a batch size.
 INFERRED = "Leave it out to have it inferred from the batch."
-#: A batch may refer to its data set: no more objects than these are searched for its tensors.
-MOST_OBJECTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +26,26 @@ class BatchSize:
 
     Attributes:
         batch_size: The number; None if no tensor in the batch has a first dimension.
-        is_ambiguous: Whether the tensors' first dimensions differ; then the number is the most
-            frequent of them.
+        is_ambiguous: Whether the batch may as well have another number of samples.
     """
 
     batch_size: int | None
     is_ambiguous: bool = False
 
+    @property
+    def doubt(self) -> str:
+        """What to say of an ambiguous one, as a sentence."""
+        return (
+            "The tensors and lists of the batch allow several batch sizes; "
+            f"{self.batch_size}, the likeliest, was taken."
+        )
+
 
 def infer_batch_size(batch: object) -> BatchSize:
-    """Infer it from the batch's own `batch_size` or `num_graphs`, or the tensors' first dimensions.
+    """Infer it from the batch's own `batch_size` or `num_graphs`, or from its tensors and lists.
 
-    A batch of lists with an item for each sample (images of different sizes) has as many samples
-    as the lists have items.
+    Each tensor votes for its first dimension. A list with an item for each sample (images, targets)
+    votes for its length instead of its tensors; where that cannot be told, as the others vote.
     """
     for name in ("batch_size", "num_graphs"):
         own = _attribute(batch, name)
@@ -49,14 +54,19 @@ def infer_batch_size(batch: object) -> BatchSize:
         if not isinstance(own, torch.Tensor):  # reading one on a device would wait for the device
             with suppress(TypeError, ValueError):
                 return BatchSize(batch_size=whole_number(name, own, ""))
-    tensors = list(tensors_in(batch, most=MOST_OBJECTS))
-    sizes = Counter(tensor.size(0) for tensor in tensors if tensor.ndim > 0)
-    num_items = _items_in_lists(batch)
-    if num_items is not None and (len(sizes) > 1 or any(tensor.ndim == 0 for tensor in tensors)):
-        return BatchSize(batch_size=num_items)
-    if not sizes:
+    tensors, lists = _parts(batch)
+    votes = Counter(tensor.size(0) for tensor in tensors if tensor.ndim > 0)
+    votes.update(values.length for values in lists if values.is_sure)
+    known, is_guess = set(votes), False
+    for values in lists:
+        if values.is_sure or values.first is None:
+            continue
+        is_new = values.length not in known and values.first not in known and values.is_likely
+        votes[values.length if values.length in known or is_new else values.first] += 1
+        is_guess |= is_new
+    if not votes:
         return BatchSize(batch_size=None)
-    return BatchSize(batch_size=sizes.most_common(1)[0][0], is_ambiguous=len(sizes) > 1)
+    return BatchSize(batch_size=votes.most_common(1)[0][0], is_ambiguous=is_guess or len(votes) > 1)
 
 
 def last_batch_size(loader: Any, batch_size: int | None) -> int | None:
@@ -82,17 +92,20 @@ def outline(batch: object) -> str:
     return f"{kind_of(batch)} with tensors of {', '.join(shapes)}" if shapes else kind_of(batch)
 
 
-def _items_in_lists(batch: object) -> int | None:
-    """The common length of the lists that hold all tensors of a batch; None for another batch."""
-    if isinstance(batch, Mapping):
-        values = list(batch.values())
-    else:
-        values = list(batch) if isinstance(batch, (list, tuple)) else []
-    filled = [
-        value for value in values if next(tensors_in(value, most=MOST_OBJECTS), None) is not None
-    ]
-    lengths = {len(value) if isinstance(value, (list, tuple)) else None for value in filled}
-    return next(iter(lengths)) if len(lengths) == 1 else None
+def _parts(batch: object) -> tuple[list[torch.Tensor], list[SampleList]]:
+    """A batch's tensors, and its lists that may be of samples; not the tensors in these."""
+    lists = []
+
+    def inner(value: object) -> list[object] | None:
+        found = sample_list(value, is_inside=value is not batch)
+        if found is None:
+            return children(value)
+        lists.append(found)
+        return None
+
+    objects = islice(walk([batch], inner), MOST_OBJECTS)
+    tensors = [value for value in objects if isinstance(value, torch.Tensor)]
+    return tensors, lists
 
 
 def _attribute(batch: object, name: str) -> object:
@@ -114,11 +127,7 @@ def warn_of_batch(batch: object, batch_size: int | None, name: str) -> None:
             f"batch size is suggested. Give it: {name}(batch_size=32)."
         )
     elif inferred.is_ambiguous:
-        warn_and_go_on(
-            "The tensors of the batch differ in their first dimension; "
-            f"{inferred.batch_size}, the most frequent, is taken as the batch size. "
-            f"If that is wrong, give it: {name}(batch_size=32)."
-        )
+        warn_and_go_on(f"{inferred.doubt} If that is wrong, give it: {name}(batch_size=32).")
 
 
 def check_sequence_length(sequence_length: object, batch: object) -> int:

@@ -16,6 +16,7 @@ from memcallback.core.step_memory import Holdings
 from memcallback.core.tensors import is_on, storage_bytes, storages_of, tensors_in
 from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category
+from memcallback.step.copies.optimizers import with_owned
 
 
 def holdings(
@@ -116,10 +117,8 @@ def written_storages(
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[tuple[Any, Any]]:
-    """An optimizer's parameters with their state."""
-    # ZeroRedundancyOptimizer keeps it in an optimizer of the rank's own parameters.
-    own = getattr(optimizer, "optim", None)
-    return list((own if isinstance(own, torch.optim.Optimizer) else optimizer).state.items())
+    """An optimizer's parameters with their state, also in optimizers that it owns."""
+    return [item for one in with_owned(optimizer) for item in one.state.items()]
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

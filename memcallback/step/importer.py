@@ -157,6 +157,7 @@ def _step_of_module(target: str, module: Any) -> TrainingStep:
     step = TrainingStep.from_lightning(module, example)
     sum_of_outputs = TrainingStep(module, example).loss
     step.losses = (lambda model, batch: sum_of_outputs(_Spread(model), batch),)
+    step.keeps_losses = True
     print(
         f"memcallback: note: {target} has no train_dataloader that gives a batch ({failure}): its "
         "forward is predicted, on its example_input_array and without its loss.",

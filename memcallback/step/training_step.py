@@ -88,6 +88,8 @@ class TrainingStep(Step):
             changes nothing.
         losses: The loss, or several: each is followed by its backward pass and the update of the
             optimizer at the same position.
+        keeps_losses: Whether variants of a LightningModule's step have its `losses` too, which
+            stand in for `training_step`.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most
             loops do. Lightning clears gradients after the forward pass, so they are live in it.
@@ -148,6 +150,7 @@ class TrainingStep(Step):
         loss = default_loss if loss is None else loss
         check_losses(loss)
         self.losses: tuple[Loss, ...] = tuple(loss) if isinstance(loss, Sequence) else (loss,)
+        self.keeps_losses = False
         check_optimizers(self.model, optimizer)
         self._optimizer = optimizer
         self.accumulate = whole_number(
@@ -335,6 +338,8 @@ class TrainingStep(Step):
             step = TrainingStep(self.model, batch, **(own | arguments))
         else:
             step = TrainingStep.from_lightning(self.model, batch, **arguments)
+            if self.keeps_losses:
+                step.losses, step.keeps_losses = self.losses, True
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
         step.datamodule, step.runs_batch_hooks = self.datamodule, self.runs_batch_hooks

@@ -88,10 +88,7 @@ def caveats(
             "or less."
         )
     if step.batch_size.is_ambiguous:
-        yield (
-            "The tensors of the batch differ in their first dimension; "
-            f"{step.batch_size.batch_size}, the most frequent, was taken as the batch size."
-        )
+        yield step.batch_size.doubt
     modules = list(step.model.modules())
     is_in_place = any(module._compiled_call_impl is not None for module in modules)
     is_compiled = is_in_place or any(

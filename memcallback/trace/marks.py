@@ -235,7 +235,7 @@ class TraceMarks:
                     group.get("fused") or group.get("capturable")
                     for group in optimizer.param_groups
                 )
-                for owner, state in optimizer.state.items():
+                for owner, state in states_of(optimizer):
                     for tensor in chain.from_iterable(map(dense_parts, tensors_in(state))):
                         is_host = tensor.dim() == 0 and not on_device
                         entry = self._ledger.add(

@@ -124,6 +124,28 @@ def test_a_module_runs_and_ends_as_python_itself_runs_it(words, folder):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "raise ImportError('libfoo.so.1: cannot open shared object file')",
+        "import no_such_module",
+        "import package.no_such_part",
+        "def f():\n    raise ValueError('no such value')\n\nf()",
+        "x = (1,\ny = 2",
+        "import sys\nsys.exit(7)",
+    ],
+    ids=["a library", "a module", "a part", "an error", "a syntax error", "an exit"],
+)
+def test_a_package_that_cannot_be_imported_ends_as_python_itself_ends_it(text, folder):
+    (folder / "package" / "__init__.py").write_text(text)
+    (status, out, err), (run_status, run_out, run_err) = both(folder, "-m", "package.part")
+    inside = re.sub(r'  File "[^"]*\brunpy\b[^"]*", line .*\n(    .*\n)*', "", err)
+    if "SyntaxError" in err:  # no line of the program had run
+        inside = inside.removeprefix("Traceback (most recent call last):\n")
+    assert (run_status, run_out) == (status, out)
+    assert run_err == inside
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ((), "run needs a script or -m and a module, such as memcallback run train.py --epochs 3"),
@@ -131,8 +153,12 @@ def test_a_module_runs_and_ends_as_python_itself_runs_it(words, folder):
         (("package",), "'package' cannot be read: Is a directory. Name the file that python would"),
         (("-m", ".part"), "no package specified for '.part' (required for relative module names)"),
         (("-m", "no_such"), "No module named 'no_such' that can run. Name one that python -m wou"),
+        (
+            ("-m", "no_such.part"),
+            "No module named 'no_such'. Name one that python -m would run, in",
+        ),
     ],
-    ids=["nothing", "a file", "a folder", "a relative module", "a module"],
+    ids=["nothing", "a file", "a folder", "a relative module", "a module", "a part of none"],
 )
 def test_a_program_that_is_not_there_is_an_error_in_one_line(words, message, folder):
     *_, (status, out, err) = both(folder, *words) if words else [run_nothing(folder)]

@@ -1179,9 +1179,7 @@ def test_an_ambiguous_batch_is_said_to_be_one(tmp_path):
             return self.network(batch[0]).sum() + batch[1].sum()
 
     data = DataLoader([[torch.ones(8, training.NUM_FEATURES), torch.ones(5)]] * 3, batch_size=None)
-    with pytest.warns(
-        MemoryWarning, match=r"differ in their first dimension; 8, the most frequent"
-    ):
+    with pytest.warns(MemoryWarning, match=r"allow several batch sizes; 8, the likeliest"):
         fit(tmp_path, Uneven(), data=data)
 
 

@@ -67,6 +67,26 @@ def test_where_both_let_the_same_batch_fit_the_higher_peak_is_told(step):
     assert f"The peak would be {other} with the architecture of {A100}." in prediction.caveats
 
 
+def test_another_batch_size_or_length_has_no_sentence_of_the_old_one():
+    step = mc.TrainingStep(
+        nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 64)),
+        torch.zeros(64, 32, 256),
+        loss=lambda model, batch: model(batch).square().mean(),
+        sequence_length=32,
+    )
+    prediction = mc.predict(step, device="1GiB")
+    of_other = f"the architecture of {A100}"
+    assert any(of_other in caveat for caveat in prediction.caveats)
+    for another in (
+        prediction.at(8),
+        prediction.at(sequence_length=16),
+        prediction.at(8, sequence_length=16),
+        prediction.on("2GiB"),
+    ):
+        assert not any(of_other in caveat for caveat in another.caveats)
+    assert prediction.at(64).caveats == prediction.caveats
+
+
 def test_who_waits_is_told_of_the_traces_with_both_architectures(step):
     told = []
     mc.predict(step, device="1GiB", progress=lambda *numbers: told.append(numbers))

@@ -388,6 +388,9 @@ def test_a_step_with_less_of_something_in_a_larger_batch_has_a_limit_all_the_sam
     assert predicted.limit == predicted.trace.largest_known == 100
     with pytest.raises(UnknownBatchSize, match="gives a negative size"):
         predicted.at(101)
+    advice = mc.suggest_batch_size(step, device="24GiB")
+    assert advice.largest == 100
+    assert max(size for size, _ in advice.curve) <= 100
 
 
 def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
@@ -401,6 +404,27 @@ def test_a_batch_size_that_no_tensor_has_tells_of_no_other():
     )
     with pytest.raises(UnknownBatchSize):
         predicted.at(1600)
+
+
+class SequenceFirst(nn.Module):
+    """32 sequences of length 128."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.linear(x.mean(0))
+
+
+@pytest.mark.parametrize("batch_size", [64, 1_000_000])
+def test_a_batch_size_is_refused_where_the_batch_cannot_be_made_so_large(batch_size):
+    step = TrainingStep(SequenceFirst(), torch.zeros(128, 32, 16), batch_size=32)
+    assert mc.predict(step, device="24GiB", batch_size=32).batch_size == 32
+    with pytest.raises(
+        mc.PredictionError, match=f"Batch size {batch_size} .* the step's own batch size, 32"
+    ):
+        mc.predict(step, device="24GiB", batch_size=batch_size)
 
 
 def test_an_optimizer_of_another_model_is_refused():

@@ -1,10 +1,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, traced_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from memcallback import Ranks, TrainingStep, predict
 from memcallback.batch_size.estimate import estimate, suggest
 from memcallback.batch_size.peaks import TracedPeak
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free
@@ -166,6 +169,15 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
     )
     with pytest.raises(ValueError, match="'rtx 9090' is not a known card"):
         predicted.on("rtx 9090")
+
+
+def test_on_another_card_a_job_still_needs_the_memory_of_its_communication():
+    step = TrainingStep(nn.Linear(512, 512), torch.zeros(8, 512), ranks=Ranks(2))
+    there = predict(step, device="NVIDIA A100-SXM4-40GB")
+    on = predict(step, device="NVIDIA A100-SXM4-80GB").on("NVIDIA A100-SXM4-40GB")
+    assert on.device == there.device
+    assert on.device.communication_bytes > 0
+    assert on.limits == there.limits
 
 
 def test_what_was_traced_for_a_card_is_not_put_on_a_cpu():

@@ -51,6 +51,17 @@ def test_the_verdict_names_the_peak_the_line_and_the_batch():
     )
 
 
+def test_with_a_cpu_on_one_side_the_allocated_peaks_are_compared():
+    on_cpu = saved(allocated=8 * GiB, reserved=None, device_name="CPU", largest_batch_size=None)
+    for diff, said in (
+        (PredictionDiff(on_cpu, saved()), "adds 2.00 GiB to the peak: 8.00 GiB -> 10.00 GiB"),
+        (PredictionDiff(saved(), on_cpu), "takes 2.00 GiB off the peak: 10.00 GiB -> 8.00 GiB"),
+    ):
+        assert diff.verdict().startswith(f"This change {said} allocated.")
+        assert diff.peak.name == "peak allocated"
+        assert {diff.peak.old_bytes, diff.peak.new_bytes} == {8 * GiB, 10 * GiB}
+
+
 def test_memory_that_no_line_made_is_named_by_its_category():
     new = saved(parameters=6 * GiB, allocated=12 * GiB, reserved=14 * GiB, fits=False)
     assert PredictionDiff(saved(), new).verdict() == (

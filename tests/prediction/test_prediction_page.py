@@ -1,6 +1,7 @@
 """The page of a prediction: its figures are those of the prediction."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 import memcallback as mc
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
+from memcallback.page.charts import LineChart
+from memcallback.prediction.batch_trace import UnknownBatchSize
 from memcallback.prediction.consumers import Peak
 from memcallback.prediction.peak_tree import peak_tree
 from memcallback.prediction.timeline import timeline_of
@@ -198,3 +201,52 @@ def test_lines_of_a_backward_pass_are_not_those_that_asked_for_the_prediction(pr
         if (source := prediction.origin_of(live.alloc)) is not None and source.own_line
     }
     assert functions == {"loss_of", "forward"}
+
+
+class Differences(nn.Module):
+    """Has something for all samples but two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1024, 1024)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y[2:] - y[:-2]) @ self.linear.weight
+
+
+def test_batch_sizes_at_which_a_size_would_be_negative_are_not_on_the_chart():
+    predicted = mc.predict(mc.TrainingStep(Differences(), torch.zeros(32, 1024)), device="24GiB")
+    (chart,) = (
+        part
+        for section in predicted.page().sections
+        for part in section.parts
+        if isinstance(part, LineChart)
+    )
+    sizes = [size for size, _ in chart.lines[0].points]
+    assert sizes[0] > 2
+    assert len(sizes) > 5
+    assert predicted.at(2).peak_allocated_bytes < predicted.at(3).peak_allocated_bytes
+    with pytest.raises(UnknownBatchSize, match="gives a negative size"):
+        predicted.at(1)
+
+
+@pytest.mark.parametrize("batch_size", [4, 32])
+def test_a_step_that_does_not_fit_has_an_answer_though_small_batch_sizes_are_unknown(batch_size):
+    step = mc.TrainingStep(Differences(), torch.zeros(batch_size, 1024))
+    predicted = mc.predict(step, device="528MiB")
+    assert not predicted.fits
+    assert predicted.limit == 0
+    advice = mc.suggest_batch_size(step, device="528MiB")
+    assert advice.batch_size == 0
+    assert min(size for size, _ in advice.curve) == 2
+
+
+def test_a_step_that_changes_nothing_has_a_page():
+    step = mc.InferenceStep(nn.Identity(), torch.zeros(0, 4), batch_size=1)
+    assert "One inference" in mc.predict(step, device="24GiB").page().html()
+
+
+def test_a_timeline_of_one_moment_is_drawn(prediction):
+    drawn = replace(timeline(prediction), moments=timeline(prediction).moments[:1], measured={})
+    assert "Memory over" in drawn.html()

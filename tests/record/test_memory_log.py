@@ -1,6 +1,8 @@
 """`MemoryLog` in a plain loop."""
 
 import re
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import memcallback as mc
 from memcallback import MemoryWarning, Phase
+from memcallback.core.units import MiB
+from memcallback.devices.catalogue import find_device
 
 BATCH = (torch.ones(16, FEATURES), torch.zeros(16, dtype=torch.long))
 
@@ -314,3 +318,17 @@ def test_a_size_that_is_unknown_at_the_end_is_no_change(parts, capsys):
                     optimizer.step()
     assert log.report.measured.batch_size is None
     assert capsys.readouterr().out.splitlines()[-1].startswith("memcallback: 5 steps, peak ")
+
+
+@pytest.mark.parametrize(
+    ("context_bytes", "word"), [(MiB, "FITS"), (64 * MiB - 1024, "DOES NOT FIT")]
+)
+def test_on_another_device_the_peak_must_fit_beside_the_context(context_bytes, word, parts):
+    device = replace(find_device("NVIDIA L4"), capacity_bytes=64 * MiB, context_bytes=context_bytes)
+    with (
+        closing(mc.MemoryRecorder(*parts)) as recorder,
+        mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device=device) as log,
+    ):
+        recorder.watch()
+        train(*parts)
+    assert log.report.verdict.word == word

@@ -2,6 +2,7 @@
 sample.
 """
 
+import copy
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memcallback.core.tensors import tensors_in
 from memcallback.step.batch import infer_batch_size
 from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import has_samples, resize_batch
@@ -107,6 +109,69 @@ def test_numbers_beside_the_tensors_are_as_they_were(mode):
 def test_a_batch_of_lists_has_as_many_samples_as_they_have_items(batch, expected):
     found = infer_batch_size(batch)
     assert (found.batch_size, found.is_ambiguous) == (expected, False)
+
+
+IMAGE = torch.zeros(3, 64, 64)
+BOXES = torch.zeros(3, 4)
+LABELS = torch.zeros(3)
+
+
+def eight(*parts):
+    """Eight samples, each of them of its own tensors."""
+    return [copy.deepcopy(parts[0] if len(parts) == 1 else parts) for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_ambiguous"),
+    [
+        (eight({"image": IMAGE, "height": 64}), False),
+        (eight({"image": IMAGE, "label": torch.tensor(1)}), False),
+        (eight({"image": IMAGE}), True),
+        (eight(IMAGE, torch.tensor(1)), False),
+        (eight(IMAGE, 1), False),
+        (eight(IMAGE, LABELS, "a.png"), False),
+        (eight(IMAGE), True),
+        (eight(torch.zeros(1, 28, 28)), True),
+        ((eight(IMAGE), eight(torch.tensor(1))), False),
+        ((eight(IMAGE), torch.zeros(8)), False),
+        ((eight(IMAGE), eight(torch.zeros(1, 64, 64))), True),
+        ((eight(IMAGE), eight({"boxes": BOXES})), True),
+        ((eight(IMAGE), eight({"boxes": BOXES, "labels": LABELS, "image_id": 5})), False),
+        ((torch.zeros(8, 3, 64, 64), eight({"boxes": BOXES, "labels": LABELS})), False),
+        ({"input_ids": torch.zeros(8, 128), "spans": eight(torch.zeros(3, 2))}, False),
+    ],
+)
+def test_a_list_with_an_item_for_each_sample_has_one_vote(batch, is_ambiguous, mode):
+    found = infer_batch_size(batch)
+    assert (found.batch_size, found.is_ambiguous) == (8, is_ambiguous)
+    resized = resize_batch(fake_copy(batch, mode), 8, 10)
+    assert has_samples(batch, 8)
+    again = infer_batch_size(resized)
+    assert (again.batch_size, again.is_ambiguous) == (10, is_ambiguous)
+    assert {tuple(tensor.shape[1:]) for tensor in tensors_in(resized)} == {
+        tuple(tensor.shape[1:]) for tensor in tensors_in(batch)
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([torch.zeros(6, 3), torch.zeros(6, 3)], 6),
+        ((torch.zeros(1, 9), torch.zeros(1, 9), torch.zeros(1, 9)), 1),
+        ((torch.zeros(1, 9, 4), torch.zeros(1, 9, 4)), 1),
+        ([torch.zeros(2, 9, 4), torch.zeros(2, 9, 4), torch.zeros(2, 9, 4)], 2),
+        ([torch.zeros(6, 3, 8, 8)] * 2 + [torch.zeros(6, 3, 4, 4)] * 8, 6),
+        ([(torch.zeros(6, 3), torch.zeros(6)), (torch.zeros(6, 3), torch.zeros(6))], 6),
+        ([{"x": torch.zeros(6, 3), "y": torch.zeros(6)}] * 2, 6),
+        ({"x": torch.zeros(6, 3), "states": [torch.zeros(6, 4, 5)] * 12}, 6),
+        ({"x": torch.zeros(3, 5), "states": [torch.zeros(3, 4, 5)] * 12}, 3),
+    ],
+)
+def test_a_list_of_parts_with_all_samples_is_none_of_samples(batch, expected, mode):
+    found = infer_batch_size(batch)
+    assert (found.batch_size, found.is_ambiguous) == (expected, False)
+    resized = resize_batch(fake_copy(batch, mode), expected, 7)
+    assert {tensor.shape[0] for tensor in tensors_in(resized)} == {7}
 
 
 def jagged(lengths, **options):

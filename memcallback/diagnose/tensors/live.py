@@ -24,6 +24,7 @@ from memcallback.core.types import Category
 from memcallback.core.visible import visible_name
 from memcallback.diagnose.tensors.saved import graph_nodes, saved_tensors
 from memcallback.diagnose.tensors.variables import Scope, module_attributes, scope_tensors, scopes
+from memcallback.step.holdings import states_of
 
 T = TypeVar("T")
 
@@ -343,7 +344,7 @@ def _owned_by(
         owner, module = owners[id(parameter)]
         yield parameter, owner, Category.PARAMETER, module
         yield parameter.grad, f"gradient of {owner}", Category.GRADIENT, module
-    for key, state in list(optimizer.state.items()):
+    for key, state in states_of(optimizer):
         owner, module = owners.get(id(key), (kind, None))
         entries = list(state.items()) if isinstance(state, Mapping) else [("state", state)]
         for name, value in entries:

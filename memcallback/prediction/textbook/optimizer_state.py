@@ -12,6 +12,7 @@ import torch
 from memcallback.core.torch_private import storage_id, tree_leaves
 from memcallback.step.copies.objects import copy_with
 from memcallback.step.copies.optimizers import optimizer_from, optimizer_parts
+from memcallback.step.holdings import states_of
 
 
 def optimizer_state_bytes(
@@ -26,8 +27,9 @@ def optimizer_state_bytes(
         return {device_type or _device_type_of(optimizer): _lbfgs_bytes(optimizer)}
     total: Counter[str] = Counter()
     missing: list[int] = []
+    states = _states(optimizer)
     for position, (parameter, group) in enumerate(_parameters(optimizer)):
-        state = _tensors(optimizer.state.get(parameter, {}))
+        state = states.get(id(parameter), [])
         for tensor in state:
             total[_device_type(tensor, group, device_type)] += tensor.untyped_storage().nbytes()
         if not state and parameter.requires_grad:
@@ -36,14 +38,23 @@ def optimizer_state_bytes(
         stepped = _stepped_on_meta(optimizer)
         if stepped is None:
             return None
+        states = _states(stepped)
         copies = [parameter for parameter, _ in _parameters(stepped)]
         originals = [parameter for parameter, _ in _parameters(optimizer)]
         for position in missing:
             on_device = device_type or originals[position].device.type
-            for tensor in _tensors(stepped.state.get(copies[position], {})):
+            for tensor in states.get(id(copies[position]), []):
                 kind = on_device if tensor.device.type == "meta" else tensor.device.type
                 total[kind] += tensor.untyped_storage().nbytes()
     return {kind: num_bytes for kind, num_bytes in total.items() if num_bytes}
+
+
+def _states(optimizer: torch.optim.Optimizer) -> dict[int, list[torch.Tensor]]:
+    """The tensors of each parameter's state, by the parameter's id."""
+    states: dict[int, list[torch.Tensor]] = {}
+    for parameter, state in states_of(optimizer):
+        states.setdefault(id(parameter), []).extend(_tensors(state))
+    return states
 
 
 def _stepped_on_meta(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

@@ -42,10 +42,7 @@ def predict(
         "left out."
     ]
     if step.batch_size.is_ambiguous:
-        caveats.append(
-            f"The tensors of the batch differ in their first dimension; {batch_size}, the most "
-            "frequent, was taken as the batch size."
-        )
+        caveats.append(step.batch_size.doubt)
     if not getattr(step.model, "automatic_optimization", True):
         caveats.append(
             "Manual optimization: all forward passes of one batch were assumed to be live at once."

@@ -10,6 +10,8 @@ import torch
 
 #: An optimizer's class and attributes.
 OptimizerParts = tuple[type, dict[str, Any]]
+#: Libraries whose optimizers are wrappers without a state.
+_WRAPPED_BY = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 #: Attributes that tie an optimizer to its run: hooks, and the `step` that a scheduler or a profiler
 #: puts in place of the class's own.
 _TIES = (
@@ -21,14 +23,30 @@ _TIES = (
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside a wrapper of Lightning, Fabric or accelerate."""
-    while (
-        isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
-        and inner is not optimizer
+    """The torch optimizer inside a wrapper of Lightning, Fabric or accelerate.
+
+    Another optimizer that holds one, such as Lookahead, has a state of its own, and stays. Without
+    PyTorch's `__init__` it has no hooks; then it is a wrapper, too.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer) and (
+        not hasattr(optimizer, "_optimizer_step_post_hooks")
+        or any(base.__module__.split(".")[0] in _WRAPPED_BY for base in type(optimizer).__mro__)
     ):
         optimizer = inner
     unwrapped_optimizer: torch.optim.Optimizer = optimizer
     return unwrapped_optimizer
+
+
+def with_owned(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those that it holds: Lookahead's, the rank's of ZeroRedundancyOptimizer."""
+    found = [optimizer]
+    for one in found:
+        found += [
+            inner
+            for inner in vars(one).values()
+            if isinstance(inner, torch.optim.Optimizer) and all(inner is not own for own in found)
+        ]
+    return found
 
 
 def optimizer_parts(optimizer: Any) -> OptimizerParts:

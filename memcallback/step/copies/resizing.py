@@ -23,6 +23,7 @@ from memcallback.core.tensors import (
 from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.known import resized_values, set_values
 from memcallback.step.copies.objects import copy_with
+from memcallback.step.sample_lists import sample_list
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -85,13 +86,14 @@ class _Resizer:
 
     def _is_of_samples(self, values: Sequence[object], *, is_inside: bool) -> bool:
         """Whether a list has an item for each sample, rather than tensors of all samples."""
-        if not is_inside and any(
-            isinstance(value, (torch.Tensor, list, tuple)) for value in values
-        ):
-            return False  # the batch itself: a list of its parts
         sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_in(values)}
         if len(values) != self._batch_size or not sizes:
             return False
+        if not is_inside and any(
+            isinstance(value, (torch.Tensor, list, tuple)) for value in values
+        ):  # the batch itself: mostly a list of its parts
+            found = sample_list(values, is_inside=False)
+            return found is not None and found.are_samples
         # Targets of each image: their tensors may happen to have that size too.
         are_records = is_inside and all(isinstance(value, Mapping) for value in values)
         return are_records or sizes != {self._batch_size}
