@@ -23,7 +23,7 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import LocalMemory, outside_memory
 from memcallback.prediction.batch_trace import ONLY, BatchDependentPath, BatchTrace
 from memcallback.prediction.length_trace import UnknownSequenceLength
-from memcallback.prediction.predict_here import Traces, predict_here
+from memcallback.prediction.predict_here import Traces, predict_here, with_communication
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
 from memcallback.step.holdings import bucket_bytes
@@ -61,7 +61,8 @@ def estimate_for_rank(
     kind: RankKind, wanted: Wanted, bounds: BatchSizeBounds, progress: TraceProgress
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
-    step, device, measured = kind.step, kind.device, wanted.measured
+    step, measured = kind.step, wanted.measured
+    device = with_communication(kind.device, bounds.world_size)
     lengths, are_lengths_read = wanted.lengths
     num_traces, num_others = 0, 1 if wanted.validation is None else 2
 
@@ -77,7 +78,7 @@ def estimate_for_rank(
         progress=with_verification,
     )
     progress(num_traces, num_traces + num_others)
-    memory = next(memory for spec, memory in wanted.memory if spec == device)
+    memory = next(memory for spec, memory in wanted.memory if spec == kind.device)
     outside = outside_memory(prediction.device, memory)
     has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
     buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
@@ -111,7 +112,7 @@ def estimate_for_rank(
 
     validated, why_not = None, ""
     if wanted.validation is not None:
-        validation = predict_here(wanted.validation, device=device)
+        validation = predict_here(wanted.validation, device=prediction.device)
         # Buckets of DistributedDataParallel stay while it runs.
         validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
         if validated is None:

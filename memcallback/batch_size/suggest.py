@@ -68,8 +68,8 @@ def suggest_batch_size(
         dataset_size: Samples in the dataset, shared by all ranks.
         world_size: How many ranks train with a batch of their own; the batch size is that of one.
             By default as in the step's `ranks`, or the number of devices. With several ranks and
-            a step without `ranks`, DistributedDataParallel is assumed, and buckets as large as the
-            gradients are added.
+            a step without `ranks`, DistributedDataParallel is assumed: buckets as large as the
+            gradients, and the memory of NCCL, are added.
         measured: A steady step of this training on this device. If it needs more than predicted,
             the predicted curve is raised to it.
         sequence_lengths: The lengths of samples or of buckets; or a data loader, whose batches are
