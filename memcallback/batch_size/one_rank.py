@@ -13,6 +13,7 @@ from memcallback.batch_size.estimate import (
     Estimate,
     estimate_from_trace,
 )
+from memcallback.batch_size.measured_shift import MeasuredShift, measured_shift
 from memcallback.batch_size.rank_kinds import RankKind
 from memcallback.batch_size.retraced import RetracedSizes
 from memcallback.batch_size.sequence_lengths import buckets
@@ -23,9 +24,15 @@ from memcallback.devices.catalogue import Device
 from memcallback.devices.local import LocalMemory, outside_memory
 from memcallback.prediction.batch_trace import ONLY, BatchDependentPath, BatchTrace
 from memcallback.prediction.length_trace import UnknownSequenceLength
-from memcallback.prediction.predict_here import Traces, predict_here, with_communication
+from memcallback.prediction.predict_here import (
+    Traces,
+    predict_here,
+    predict_once,
+    with_communication,
+)
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
+from memcallback.prediction.search import BatchReplays
 from memcallback.step.holdings import bucket_bytes
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.step import Step
@@ -64,7 +71,8 @@ def estimate_for_rank(
     step, measured = kind.step, wanted.measured
     device = with_communication(kind.device, bounds.world_size)
     lengths, are_lengths_read = wanted.lengths
-    num_traces, num_others = 0, 1 if wanted.validation is None else 2
+    num_traces = 0
+    num_others = 1 + (wanted.validation is not None) + (measured is not None)
 
     def with_verification(num_done: int, num_all: int) -> None:
         nonlocal num_traces
@@ -82,16 +90,17 @@ def estimate_for_rank(
     outside = outside_memory(prediction.device, memory)
     has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
     buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
+    shift = None
     if measured is not None:
         _check_measured(measured, prediction)
+        shift = _shift_of(measured, step, prediction.device)
 
     knows_others = True
 
     def estimate_alone(
         step: Step,
         prediction: Prediction,
-        measured: StepMemory | None = None,
-        more_bytes: int = 0,
+        shift: MeasuredShift | None = None,
     ) -> Estimate | None:
         nonlocal knows_others
         if prediction.capacity_bytes is None:
@@ -100,21 +109,21 @@ def estimate_for_rank(
         knows_others = prediction.trace.is_any_batch_size_known or retraced is not None
         return estimate_from_trace(
             prediction,
-            measured,
+            shift,
             capacity_bytes=prediction.capacity_bytes,
             outside_bytes=outside.expected_bytes if outside else None,
             most_outside_bytes=outside.most_bytes if outside else None,
             headroom=wanted.headroom,
             bounds=bounds,
-            bucket_bytes=more_bytes,
+            # They stay while a validation runs.
+            bucket_bytes=buckets_bytes,
             retraced=retraced,
         )
 
     validated, why_not = None, ""
     if wanted.validation is not None:
         validation = predict_here(wanted.validation, device=prediction.device)
-        # Buckets of DistributedDataParallel stay while it runs.
-        validated = estimate_alone(wanted.validation, validation, None, buckets_bytes)
+        validated = estimate_alone(wanted.validation, validation)
         if validated is None:
             why_not = (
                 "Validation does not limit the batch size: a larger batch needs little or no more "
@@ -125,7 +134,7 @@ def estimate_for_rank(
             )
 
     def estimate_of(prediction: Prediction) -> Estimate | None:
-        alone = estimate_alone(step, prediction, measured, buckets_bytes)
+        alone = estimate_alone(step, prediction, shift)
         if alone is None or wanted.validation is None:
             return alone
         if validated is None:
@@ -198,7 +207,19 @@ def _in_both(training: Estimate, validation: Estimate) -> Estimate:
     )
 
 
+def _shift_of(measured: StepMemory, step: Step, device: Device) -> MeasuredShift | None:
+    """How far a measured step is from a trace of the same size, at the step's own length."""
+    assert measured.batch_size is not None  # checked before
+    own = predict_once(step, device=device, batch_size=measured.batch_size)
+    return measured_shift(own, measured, BatchReplays(own.trace, own.device, own.settings))
+
+
 def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
+    if measured.batch_size is None:
+        raise ValueError(
+            "measured=... got a step whose batch size is unknown, so it cannot be compared with "
+            "the prediction. Record it with batch_size=... (recorder.step), or leave measured out."
+        )
     is_other_device = (measured.peak_reserved_bytes is None) != (
         prediction.peak_reserved_bytes is None
     )

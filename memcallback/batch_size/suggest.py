@@ -71,7 +71,7 @@ def suggest_batch_size(
             a step without `ranks`, DistributedDataParallel is assumed: buckets as large as the
             gradients, and the memory of NCCL, are added.
         measured: A steady step of this training on this device. If it needs more than predicted,
-            the predicted curve is raised to it.
+            the predicted curve is raised to it. Its sequences are as long as those of the step.
         sequence_lengths: The lengths of samples or of buckets; or a data loader, whose batches are
             read for their lengths and put into at most eight buckets. The batch size is for the
             longest; `by_sequence_length` of the advice has one for each length. The step must know
@@ -91,9 +91,9 @@ def suggest_batch_size(
             every batch size fits.
         TypeError: If an argument that must be a number is not one.
         ValueError: As `predict`; also if a number is out of range, `sequence_lengths` is empty,
-            `measured` is not a steady step measured on a device of this kind or is given for
-            several kinds of ranks, the number of devices is not that of ranks, or `validation` was
-            not made with `after=step`.
+            `measured` is not a steady step of known batch size, measured on a device of this kind,
+            or is given for several kinds of ranks, the number of devices is not that of ranks, or
+            `validation` was not made with `after=step`.
     """
     devices, is_list = listed_devices(step, device)
     both = [architectures(one) for one in devices]
