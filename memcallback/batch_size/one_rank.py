@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from memcallback.prediction.predict_here import (
 )
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.progress import TraceProgress
-from memcallback.prediction.search import BatchReplays
+from memcallback.prediction.search import BatchReplays, largest_up_to
 from memcallback.step.holdings import bucket_bytes
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.step import Step
@@ -68,96 +68,181 @@ def estimate_for_rank(
     kind: RankKind, wanted: Wanted, bounds: BatchSizeBounds, progress: TraceProgress
 ) -> tuple[Estimate, dict[int, int]]:
     """The estimate for a rank on its device, and the batch size at each sequence length."""
-    step, measured = kind.step, wanted.measured
-    device = with_communication(kind.device, bounds.world_size)
+    rank = _Rank(kind, wanted, bounds, progress)
+    training = rank.training
+    estimate = rank.estimate_of(training.prediction)
+    if estimate is None:
+        reason = _why_none(training.prediction, knows_others=training.knows_others)
+        raise PredictionError(f"No batch size can be suggested: {reason}")
     lengths, are_lengths_read = wanted.lengths
-    num_traces = 0
-    num_others = 1 + (wanted.validation is not None) + (measured is not None)
+    if are_lengths_read:
+        # A trace at one length alone knows no other.
+        known = training.prediction.lengths
+        lengths = buckets(lengths, (known.step if known else 0) or lengths[-1])
+    by_length = {}
+    for length in lengths[:-1]:  # that of the longest is verified below
+        of_length = rank.estimate_of(_at_length(training.prediction, kind.step, length))
+        if of_length is not None:
+            by_length[length] = of_length.best_batch_size()
+    estimate = rank.verified(estimate)
+    if lengths:
+        by_length[lengths[-1]] = estimate.best_batch_size()
+    return estimate, by_length
 
-    def with_verification(num_done: int, num_all: int) -> None:
-        nonlocal num_traces
-        num_traces = num_done + 1  # the last one is not reported
-        progress(num_done, num_all + num_others)
 
-    prediction = predict_here(
-        step,
-        device=device,
-        sequence_length=lengths[-1] if lengths else None,
-        progress=with_verification,
-    )
-    progress(num_traces, num_traces + num_others)
-    memory = next(memory for spec, memory in wanted.memory if spec == kind.device)
-    outside = outside_memory(prediction.device, memory)
-    has_buckets = bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
-    buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
-    shift = None
-    if measured is not None:
-        _check_measured(measured, prediction)
-        shift = _shift_of(measured, step, prediction.device)
+class _NotTraced(Exception):
+    """A run cannot be traced at a batch size; the message is the end of a sentence."""
 
-    knows_others = True
 
-    def estimate_alone(
-        step: Step,
-        prediction: Prediction,
-        shift: MeasuredShift | None = None,
+@dataclass
+class _Run:
+    """A training step or its validation.
+
+    Attributes:
+        step: The step.
+        prediction: Its latest prediction.
+        where: In which run, as the end of a sentence; empty for the training.
+        knows_others: Whether other batch sizes than the traced one are known.
+    """
+
+    step: Step
+    prediction: Prediction
+    where: str = ""
+    knows_others: bool = True
+
+    def is_alike_at(self, batch_size: int) -> bool:
+        """Whether a trace at a batch size is as predicted, or no trace is needed to know."""
+        trace, length = self.prediction.trace, self.prediction.sequence_length
+        if trace.is_among_traced(batch_size) or not trace.is_any_batch_size_known:
+            return True
+        try:
+            trace.verified(
+                Traces(self.step, self.prediction.device, 1, None).at(batch_size, length)
+            )
+        except BatchDependentPath:
+            return False
+        except PredictionError as error:
+            raise _NotTraced(
+                f"{self.where}, which cannot be traced (the largest traced is "
+                f"{trace.largest_traced:,})"
+            ) from error
+        return True
+
+
+class _Rank:
+    """The training step of a rank and its validation, predicted and estimated together."""
+
+    def __init__(
+        self, kind: RankKind, wanted: Wanted, bounds: BatchSizeBounds, progress: TraceProgress
+    ) -> None:
+        step, measured, lengths = kind.step, wanted.measured, wanted.lengths.values
+        self._wanted = wanted
+        self._bounds = bounds
+        self._progress = progress
+        self._num_traces = 0
+        self._num_others = 1 + (wanted.validation is not None) + (measured is not None)
+        prediction = predict_here(
+            step,
+            device=with_communication(kind.device, bounds.world_size),
+            sequence_length=lengths[-1] if lengths else None,
+            progress=self._with_others,
+        )
+        progress(self._num_traces, self._num_traces + self._num_others)
+        self.training = _Run(step, prediction)
+        memory = next(memory for spec, memory in wanted.memory if spec == kind.device)
+        self._outside = outside_memory(prediction.device, memory)
+        has_buckets = (
+            bounds.world_size > 1 and step.ranks is None and isinstance(step, TrainingStep)
+        )
+        self._buckets_bytes = bucket_bytes(step.model) if has_buckets else 0
+        self._shift = None
+        if measured is not None:
+            _check_measured(measured, prediction)
+            self._shift = _shift_of(measured, step, prediction.device)
+        self._validation = None
+        if wanted.validation is not None:
+            validation = predict_here(wanted.validation, device=prediction.device)
+            self._validation = _Run(wanted.validation, validation, " in validation")
+            self._validated = self._estimate_alone(self._validation, validation)
+
+    def _with_others(self, num_done: int, num_all: int) -> None:
+        """Report progress with the predictions and traces that come after these traces."""
+        self._num_traces = num_done + 1  # the last one is not reported
+        self._progress(num_done, num_all + self._num_others)
+
+    def _estimate_alone(
+        self, run: _Run, prediction: Prediction, shift: MeasuredShift | None = None
     ) -> Estimate | None:
-        nonlocal knows_others
         if prediction.capacity_bytes is None:
             return None
-        retraced = _retraced(step, prediction, bounds.most, num_traces, with_verification)
-        knows_others = prediction.trace.is_any_batch_size_known or retraced is not None
+        retraced = _retraced(
+            run.step, prediction, self._bounds.most, self._num_traces, self._with_others
+        )
+        run.knows_others = prediction.trace.is_any_batch_size_known or retraced is not None
+        outside = self._outside
         return estimate_from_trace(
             prediction,
             shift,
             capacity_bytes=prediction.capacity_bytes,
             outside_bytes=outside.expected_bytes if outside else None,
             most_outside_bytes=outside.most_bytes if outside else None,
-            headroom=wanted.headroom,
-            bounds=bounds,
-            # They stay while a validation runs.
-            bucket_bytes=buckets_bytes,
+            headroom=self._wanted.headroom,
+            bounds=self._bounds,
+            bucket_bytes=self._buckets_bytes,  # they stay while a validation runs
             retraced=retraced,
         )
 
-    validated, why_not = None, ""
-    if wanted.validation is not None:
-        validation = predict_here(wanted.validation, device=prediction.device)
-        validated = estimate_alone(wanted.validation, validation)
-        if validated is None:
-            why_not = (
-                "Validation does not limit the batch size: a larger batch needs little or no more "
-                "memory there."
-                if knows_others
-                else "Validation was not taken into account: "
-                + _why_none(validation, knows_others=False)
-            )
-
-    def estimate_of(prediction: Prediction) -> Estimate | None:
-        alone = estimate_alone(step, prediction, shift)
-        if alone is None or wanted.validation is None:
+    def estimate_of(self, prediction: Prediction) -> Estimate | None:
+        """The estimate of a prediction of the training, up to what fits in its validation."""
+        alone = self._estimate_alone(self.training, prediction, self._shift)
+        validation = self._validation
+        if alone is None or validation is None:
             return alone
-        if validated is None:
-            return replace(alone, caveats=(*alone.caveats, why_not))
-        return _in_both(alone, validated)
+        if self._validated is not None:
+            return in_both(alone, self._validated)
+        why_not = (
+            "Validation does not limit the batch size: a larger batch needs little or no more "
+            "memory there."
+            if validation.knows_others
+            else "Validation was not taken into account: "
+            + _why_none(validation.prediction, knows_others=False)
+        )
+        return replace(alone, caveats=(*alone.caveats, why_not))
 
-    estimate = estimate_of(prediction)
-    if estimate is None:
-        reason = _why_none(prediction, knows_others=knows_others)
-        raise PredictionError(f"No batch size can be suggested: {reason}")
-    if are_lengths_read:
-        # A trace at one length alone knows no other.
-        step_of_lengths = prediction.lengths.step if prediction.lengths else 0
-        lengths = buckets(lengths, step_of_lengths or lengths[-1])
-    by_length = {}
-    for length in lengths[:-1]:  # that of the longest is verified below
-        of_length = estimate_of(_at_length(prediction, step, length))
-        if of_length is not None:
-            by_length[length] = of_length.best_batch_size()
-    estimate = _verified(estimate, step, prediction, estimate_of)
-    if lengths:
-        by_length[lengths[-1]] = estimate.best_batch_size()
-    return estimate, by_length
+    def verified(self, estimate: Estimate) -> Estimate:
+        """The estimate, verified by traces at its batch size; a new one if a run differs there."""
+        runs = [run for run in (self.training, self._validation) if run is not None]
+        why = ""
+        for _ in range(_MAX_ESTIMATES * len(runs)):
+            size = estimate.best_batch_size()
+            if size == 0:
+                return estimate
+            try:
+                unlike = next((run for run in runs if not run.is_alike_at(size)), None)
+            except _NotTraced as error:
+                why = str(error)
+                break
+            if unlike is None:
+                return estimate
+            why = f"{unlike.where} by a trace: at the sizes traced so far it ran other operators"
+            another = self._estimate_anew(unlike, size)
+            if another is None:
+                break
+            estimate = another
+        untried = f"a check of batch size {estimate.best_batch_size():,}{why}"
+        return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
+
+    def _estimate_anew(self, run: _Run, batch_size: int) -> Estimate | None:
+        """The estimate after a run is predicted from a batch size at which it runs differently."""
+        run.prediction = predict_here(
+            run.step,
+            device=run.prediction.device,
+            batch_size=batch_size,
+            sequence_length=run.prediction.sequence_length,
+        )
+        if run is self._validation:
+            self._validated = self._estimate_alone(run, run.prediction)
+        return self.estimate_of(self.training.prediction)
 
 
 def _at_length(prediction: Prediction, step: Step, length: int) -> Prediction:
@@ -188,9 +273,15 @@ def _retraced(
     return retraced if retraced.is_traceable(2 * trace.batch_size) else None
 
 
-def _in_both(training: Estimate, validation: Estimate) -> Estimate:
+def in_both(training: Estimate, validation: Estimate) -> Estimate:
     """The estimate of a training, up to what fits in its validation."""
+
+    def fits(size: int) -> bool:
+        return training.fits(size) and validation.fits(size)
+
     largest = min(training.largest, validation.largest)
+    if largest and not fits(largest):  # what fits in one alone may have gaps in the other
+        largest = largest_up_to(largest, fits)
     caveats = training.caveats
     if largest < training.largest:
         caveats += (
@@ -237,41 +328,6 @@ def _check_measured(measured: StepMemory, prediction: Prediction) -> None:
         f"{prediction.device_name}. Give recorder.steady of a training there, or leave measured "
         "out."
     )
-
-
-def _verified(
-    estimate: Estimate,
-    step: Step,
-    prediction: Prediction,
-    estimate_of: Callable[[Prediction], Estimate | None],
-) -> Estimate:
-    """The estimate, verified by a trace at its batch size; a new one if the step differs there."""
-    why = ""
-    for _ in range(_MAX_ESTIMATES):
-        size, spec = estimate.best_batch_size(), prediction.device
-        is_known = prediction.trace.is_among_traced(size)
-        if size == 0 or is_known or not prediction.trace.is_any_batch_size_known:
-            return estimate
-        try:
-            prediction.trace.verified(
-                Traces(step, spec, 1, None).at(size, prediction.sequence_length)
-            )
-            return estimate
-        except PredictionError:
-            largest = prediction.trace.largest_traced
-            why = f", which cannot be traced (the largest traced is {largest:,})"
-            break
-        except BatchDependentPath:
-            why = " by a trace: at the sizes traced so far the step ran other operators"
-        prediction = predict_here(
-            step, device=spec, batch_size=size, sequence_length=prediction.sequence_length
-        )
-        another = estimate_of(prediction)
-        if another is None:
-            break
-        estimate = another
-    untried = f"a check of batch size {estimate.best_batch_size():,}{why}"
-    return replace(estimate, leaves_out=(*estimate.leaves_out, untried))
 
 
 def _why_none(prediction: Prediction, *, knows_others: bool) -> str:
