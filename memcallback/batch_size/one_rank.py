@@ -51,7 +51,10 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What `suggest_batch_size` was asked for, and what is used of each device."""
+    """What `suggest_batch_size` was asked for, and what is used of each device.
+
+    With `accumulates` the step is predicted as if it accumulated gradients.
+    """
 
     headroom: float
     multiple_of: int
@@ -61,6 +64,7 @@ class Wanted:
     measured: StepMemory | None
     lengths: Lengths
     validation: InferenceStep | None
+    accumulates: bool
     memory: Sequence[tuple[Device, LocalMemory | None]]
 
 
@@ -81,7 +85,7 @@ def estimate_for_rank(
         lengths = buckets(lengths, (known.step if known else 0) or lengths[-1])
     by_length = {}
     for length in lengths[:-1]:  # that of the longest is verified below
-        of_length = rank.estimate_of(_at_length(training.prediction, kind.step, length))
+        of_length = rank.estimate_of(_at_length(training.prediction, training.step, length))
         if of_length is not None:
             by_length[length] = of_length.best_batch_size()
     estimate = rank.verified(estimate)
@@ -136,6 +140,9 @@ class _Rank:
         self, kind: RankKind, wanted: Wanted, bounds: BatchSizeBounds, progress: TraceProgress
     ) -> None:
         step, measured, lengths = kind.step, wanted.measured, wanted.lengths.values
+        if wanted.accumulates:
+            assert isinstance(step, TrainingStep)  # others accumulate nothing
+            step = step.varied(accumulate=2)  # in each further batch as much is allocated
         self._wanted = wanted
         self._bounds = bounds
         self._progress = progress
@@ -158,7 +165,7 @@ class _Rank:
         self._shift = None
         if measured is not None:
             _check_measured(measured, prediction)
-            self._shift = _shift_of(measured, step, prediction.device)
+            self._shift = _shift_of(measured, kind.step, prediction.device)
         self._validation = None
         if wanted.validation is not None:
             validation = predict_here(wanted.validation, device=prediction.device)

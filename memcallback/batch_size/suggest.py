@@ -21,6 +21,7 @@ from memcallback.prediction.architectures import would_fit
 from memcallback.prediction.progress import TraceProgress, part_of
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.step import Step
+from memcallback.step.training_step import TrainingStep
 
 
 def suggest_batch_size(
@@ -117,25 +118,37 @@ def suggest_batch_size(
         measured=measured,
         lengths=lengths,
         validation=validation,
+        accumulates=False,
         # A child cannot ask the devices of this machine.
         memory=[(spec, local_memory(spec)) for devices in candidates for spec in devices],
     )
-    return predict_apart(
-        lambda progress: _smallest(
-            [
-                _suggest(
-                    step,
-                    devices,
-                    wanted,
-                    part_of(progress, number, len(candidates)),
-                    is_list=is_list,
-                )
-                for number, devices in enumerate(candidates)
-            ]
-        ),
-        isolate=isolate,
-        timeout_s=timeout_s,
-        progress=progress,
+
+    def advised(wanted: Wanted) -> BatchSizeAdvice:
+        return predict_apart(
+            lambda progress: _smallest(
+                [
+                    _suggest(
+                        step,
+                        devices,
+                        wanted,
+                        part_of(progress, number, len(candidates)),
+                        is_list=is_list,
+                    )
+                    for number, devices in enumerate(candidates)
+                ]
+            ),
+            isolate=isolate,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+
+    advice = advised(wanted)
+    if not isinstance(step, TrainingStep) or step.accumulate > 1:
+        return advice
+    return replace(
+        advice,
+        fits_at=advice.fits,
+        accumulated=lambda: advised(replace(wanted, accumulates=True)),
     )
 
 
