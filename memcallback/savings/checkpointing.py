@@ -274,12 +274,18 @@ def _recomputed(
         return forward(*args, **kwargs)
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
     versions = [tensor._version for tensor in inputs]
+    names = tuple(kwargs)
+
+    def run(*values: Any) -> Any:
+        return forward(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+    # By position alone: PyTorch finds the device whose random numbers it draws again by these.
     output = torch_checkpoint.checkpoint(
-        forward,
+        run,
+        *kwargs.values(),
         *args,
         use_reentrant=False,
         context_fn=lambda: (nullcontext(), _BuffersOfFirstPass(modules)),
-        **kwargs,
     )
     if [tensor._version for tensor in inputs] != versions:
         raise RuntimeError(
