@@ -258,8 +258,8 @@ class BatchSizeAdvice(Printable):
         return f"{without_retry:,} fit without a retry{with_retries}"
 
     def _bound(self) -> str:
-        """What keeps the largest batch size below what would fit."""
-        if self.largest_in_bounds == self.largest:
+        """What bounds the largest batch size besides memory."""
+        if self.bounds.most is None or self.largest < self.bounds.most:
             return ""
         if self.has_whole_dataset:
             return (
