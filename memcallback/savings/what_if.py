@@ -63,7 +63,8 @@ def what_if(
         step: The step as it is.
         device: As for `predict`. On this machine's own device, memory that others use at this
             moment is not counted as free.
-        batch_size: Samples between two updates; by default as many as the step has.
+        batch_size: Samples in one forward pass of the step as it is; by default as many as its
+            batch has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0
             and below 1.
         ranks: A number of devices to try, at least 2, or jobs of your own. A number adds a row each
