@@ -26,6 +26,7 @@ SLOW_FILES = (
     "prediction/test_sequence_lengths.py",
     "integrations/test_copies.py",
     "isolation/test_training_goes_on.py",
+    "batch_size/test_accumulation_plan.py",
     "batch_size/test_limits.py",
     "benchmarks/test_accuracy.py",
     "benchmarks/test_real_gpus.py",

@@ -6,33 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from memcallback.batch_size.accumulation_plan import AccumulationPlan, samples_of_rank
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.document import Document, Printable, Table
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import whole_number
 from memcallback.prediction.search import budget, gap_sentence, kept_free
 
 _NUM_RANKS_NAMED = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class AccumulationPlan:
-    """Gradient accumulation: batches whose sizes add up to exactly an effective batch size.
-
-    Attributes:
-        batch_size: Samples in one forward pass on one rank.
-        accumulate: Forward passes between two updates.
-        world_size: How many ranks train.
-    """
-
-    batch_size: int
-    accumulate: int
-    world_size: int = 1
-
-    @property
-    def effective_batch_size(self) -> int:
-        """Samples between two updates, on all ranks."""
-        return self.batch_size * self.accumulate * self.world_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +73,8 @@ class BatchSizeAdvice(Printable):
         by_rank: The batch size of each kind of ranks, where the ranks of a job or their devices
             differ: the advice itself is the smallest.
         fits_at: A function that answers `fits`; without one every size up to `largest` fits.
+        accumulated: A function that advises for the same step with accumulated gradients; None if
+            the step is one of them, or unknown.
     """
 
     batch_size: int
@@ -117,9 +99,20 @@ class BatchSizeAdvice(Printable):
     by_rank: tuple[RankBatchSize, ...] = ()
     most_outside_bytes: int | None = None
     fits_at: InitVar[Callable[[int], bool] | None] = None
+    accumulated: InitVar[Callable[[], BatchSizeAdvice] | None] = None
 
-    def __post_init__(self, fits_at: Callable[[int], bool] | None) -> None:
+    def __post_init__(
+        self,
+        fits_at: Callable[[int], bool] | None,
+        accumulated: Callable[[], BatchSizeAdvice] | None,
+    ) -> None:
         object.__setattr__(self, "_fits_at", fits_at)
+        object.__setattr__(self, "_accumulated", accumulated)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the step, which is not pickled with its advice."""
+        accumulated = vars(self)["_accumulated"] and _without_step
+        return vars(self) | {"_accumulated": accumulated}
 
     def fits(self, batch_size: int) -> bool:
         """Whether the peak of a batch size plus the headroom stays within the device.
@@ -174,12 +167,19 @@ class BatchSizeAdvice(Printable):
     def accumulate_for(self, effective_batch_size: int) -> AccumulationPlan:
         """Exactly so many samples between two updates, in the largest batches that fit.
 
+        If they do not fit into one batch, gradients are accumulated. They take memory during all
+        passes but the first. An advice of `suggest_batch_size` therefore predicts the step anew, as
+        it accumulates. That of a recorded training is of its steps as they ran: it has these
+        gradients only if the training accumulates.
+
         Args:
             effective_batch_size: Samples between two updates, on all ranks.
 
         Raises:
-            ValueError: If it cannot be divided among the ranks, not even one sample fits, or the
-                advice is for a pipeline, which accumulates over its microbatches.
+            PredictionError: If the step cannot be predicted as it accumulates.
+            ValueError: If it cannot be divided among the ranks, not even one sample fits, the
+                advice is for a pipeline, which accumulates over its microbatches, or it was
+                pickled without its step.
         """
         if self.bounds.num_microbatches > 1:
             raise ValueError(
@@ -190,28 +190,19 @@ class BatchSizeAdvice(Printable):
                 "n_microbatches times the batch size."
             )
         world_size = self.bounds.world_size
-        whole_number(
-            "effective_batch_size",
-            effective_batch_size,
-            "Give the number of samples between two updates.",
-        )
-        if effective_batch_size % world_size:
-            raise ValueError(
-                f"effective_batch_size must be a multiple of {world_size}, the number of ranks, "
-                f"got {effective_batch_size}. The nearest is "
-                f"{max(1, round(effective_batch_size / world_size)) * world_size}."
-            )
+        of_rank = samples_of_rank(effective_batch_size, world_size)
         if self.batch_size < 1:
             raise ValueError(
                 f"effective_batch_size {effective_batch_size} cannot be accumulated. "
                 f"{self.sentence()}"
             )
-        of_rank = effective_batch_size // world_size
-        smaller = (
-            size for size in range(min(of_rank, self.batch_size), 0, -1) if of_rank % size == 0
-        )
+        if self._is_sure(of_rank):
+            return AccumulationPlan(batch_size=of_rank, accumulate=1, world_size=world_size)
+        accumulated: Callable[[], BatchSizeAdvice] | None = vars(self)["_accumulated"]
+        advice = self if accumulated is None else accumulated()
+        sizes = range(min(of_rank // 2, advice.batch_size), 0, -1)
         batch_size = next(
-            (size for size in smaller if size == self.batch_size or self.fits(size)), None
+            (size for size in sizes if of_rank % size == 0 and advice._is_sure(size)), None
         )
         if batch_size is None:
             raise ValueError(
@@ -220,6 +211,12 @@ class BatchSizeAdvice(Printable):
             )
         return AccumulationPlan(
             batch_size=batch_size, accumulate=of_rank // batch_size, world_size=world_size
+        )
+
+    def _is_sure(self, batch_size: int) -> bool:
+        """Whether a size is the suggestion, or a smaller one that fits."""
+        return batch_size == self.batch_size or (
+            batch_size < self.batch_size and self.fits(batch_size)
         )
 
     def sentence(self) -> str:
@@ -261,8 +258,8 @@ class BatchSizeAdvice(Printable):
         return f"{without_retry:,} fit without a retry{with_retries}"
 
     def _bound(self) -> str:
-        """What keeps the largest batch size below what would fit."""
-        if self.largest_in_bounds == self.largest:
+        """What bounds the largest batch size besides memory."""
+        if self.bounds.most is None or self.largest < self.bounds.most:
             return ""
         if self.has_whole_dataset:
             return (
@@ -361,6 +358,13 @@ class BatchSizeAdvice(Printable):
                 for kind in self.by_rank
             ],
         }
+
+
+def _without_step() -> BatchSizeAdvice:
+    raise ValueError(
+        "This advice was pickled without its step, which must be predicted as it accumulates. Ask "
+        "suggest_batch_size again."
+    )
 
 
 def _named(ranks: tuple[int, ...]) -> str:

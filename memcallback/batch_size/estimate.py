@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from memcallback.batch_size.advice import BatchSizeAdvice, RankBatchSize
 from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
+from memcallback.batch_size.measured_shift import MeasuredShift, measured_shift
 from memcallback.batch_size.peaks import (
     PeakLine,
     TracedPeak,
-    counted_peak,
     limits_of,
     measured_line,
     predicted_line,
@@ -23,7 +23,6 @@ from memcallback.core.validation import DEFAULT_HEADROOM, share
 from memcallback.devices.catalogue import Device, DeviceSpec
 from memcallback.prediction.asking_apart import asking_apart
 from memcallback.prediction.batch_trace import ONLY
-from memcallback.prediction.comparison import RESERVED_SHARE, allocated_band
 from memcallback.prediction.prediction import Prediction, StepPrediction
 from memcallback.prediction.search import BatchReplays, Limits, budget
 from memcallback.prediction.textbook.law import TextbookPrediction
@@ -219,9 +218,12 @@ def estimate(
     if capacity_bytes is None:
         return None
     if isinstance(predicted, Prediction):
+        shift = None
+        if measured is not None and predicted.trace.is_any_batch_size_known:
+            shift = measured_shift(predicted, measured, _replays(predicted, capacity_bytes))
         traced = estimate_from_trace(
             predicted,
-            measured,
+            shift,
             capacity_bytes=capacity_bytes,
             outside_bytes=outside_bytes,
             most_outside_bytes=most_outside_bytes,
@@ -293,9 +295,15 @@ def _assumed(device: Device) -> str:
     return "the CUDA context and NCCL are" if has_ranks else "the CUDA context is"
 
 
+def _replays(predicted: Prediction, capacity_bytes: int) -> BatchReplays:
+    """Replays on the device with a capacity, which may be another one than the device's."""
+    device = replace(predicted.device, capacity_bytes=capacity_bytes)
+    return BatchReplays(predicted.trace, device, predicted.settings)
+
+
 def estimate_from_trace(
     predicted: Prediction,
-    measured: StepMemory | None = None,
+    shift: MeasuredShift | None = None,
     *,
     capacity_bytes: int,
     outside_bytes: int | None = None,
@@ -309,9 +317,8 @@ def estimate_from_trace(
 
     Where the trace knows its own batch size alone, from traces at others, if there are any.
     """
-    # The capacity may be another one than the device's.
-    device = replace(predicted.device, capacity_bytes=capacity_bytes)
-    replays = BatchReplays(predicted.trace, device, predicted.settings)
+    replays = _replays(predicted, capacity_bytes)
+    device = replays.device
     if not predicted.trace.is_any_batch_size_known:
         if retraced is None:
             return None
@@ -319,36 +326,19 @@ def estimate_from_trace(
     else:
         retraced = None
     peaks = TracedPeak(replays=replays, batch_size=predicted.batch_size, shift_bytes=bucket_bytes)
-    measured_bytes = counted_peak(measured) if measured else None
     basis = "The peaks were simulated from a trace"
     if retraced is not None:
         basis += " at each batch size that was tried"
     if bucket_bytes:
         basis += f", with {format_bytes(bucket_bytes)} for the buckets of DistributedDataParallel"
-    if measured and measured.batch_size and measured_bytes is not None:
-        expected_bytes = replays.peak_bytes(measured.batch_size)
-        if predicted.at_start:  # what ran before explains a part of what was measured
-            here = predicted.at(measured.batch_size).run_peak_reserved_bytes
-            expected_bytes = max(expected_bytes, here or 0)
-        shift_bytes = max(bucket_bytes, measured_bytes - expected_bytes)
-        band_bytes = (
-            allocated_band(measured_bytes)
-            if measured.peak_reserved_bytes is None
-            else RESERVED_SHARE * measured_bytes
-        )
-        is_beyond = shift_bytes > bucket_bytes + band_bytes
+    if shift is not None:
         peaks = TracedPeak(
             replays=replays,
-            batch_size=measured.batch_size,
-            shift_bytes=shift_bytes,
-            is_shift_per_sample=is_beyond,
+            batch_size=shift.batch_size,
+            shift_bytes=max(bucket_bytes, shift.more_bytes),
+            is_shift_per_sample=shift.is_beyond(bucket_bytes),
         )
-        basis += (
-            f"; the peak at batch size {measured.batch_size:,} was raised by "
-            f"{format_bytes(shift_bytes)}, because the measured step needs more"
-            if is_beyond
-            else "; the measured step agrees"
-        )
+        basis += shift.basis(bucket_bytes)
     is_read = outside_bytes is not None
     if outside_bytes is None:
         outside_bytes, most_outside_bytes = device.outside_bytes, device.most_outside_bytes
@@ -388,7 +378,7 @@ def estimate_from_trace(
             f"batch sizes at which the step cannot be traced, such as {retraced.untraced:,}"
         )
     is_host = predicted.peak_reserved_bytes is None
-    if measured is None and is_host:
+    if shift is None and is_host:
         leaves_out.append("temporary memory inside operators")
     return Estimate(
         peaks=peaks,

@@ -137,7 +137,12 @@ class RetracedSizes(BatchReplays):
         return len(self._traced(batch_size).at(batch_size).events)
 
     def _grows(self) -> bool:
-        """Whether the largest traced size allocates more than the smallest, whatever its peak."""
+        """Whether the largest traced size allocates more than the smallest, whatever its peak.
+
+        Of a single size nobody knows.
+        """
+        if len(self.traced_sizes) < 2:
+            return True
         first, last = (
             sum(
                 event.size_bytes

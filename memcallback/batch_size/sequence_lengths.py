@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 
-import torch
-
 from memcallback.core.tensors import tensors_in
 from memcallback.core.validation import described
+from memcallback.step.copies.generators import generator_state
 from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.step import Step
 
@@ -45,19 +44,31 @@ def sequence_lengths_of(source: Iterable[object], step: Step) -> tuple[tuple[int
 
 @contextmanager
 def _untouched_generators(loader: object) -> Iterator[None]:
-    """Give back the generators of a data loader and its sampler as they were."""
-    holders = (loader, getattr(loader, "sampler", None))
-    generators = [
-        generator
-        for holder in holders
-        if isinstance(generator := getattr(holder, "generator", None), torch.Generator)
-    ]
-    states = [generator.get_state() for generator in generators]
+    """Give back the generators of a data loader, its dataset and its samplers as they were."""
+    values = (value for holder in _holders(loader) for value in _attributes(holder).values())
+    restores = [restore for value in values if (restore := generator_state(value)) is not None]
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for restore in restores:
+            restore()
+
+
+def _holders(loader: object) -> list[object]:
+    """A data loader, its dataset and its samplers, also those inside of others."""
+    holders = [loader]
+    for holder in holders:  # it grows
+        parts = map(_attributes(holder).get, ("sampler", "batch_sampler", "dataset"))
+        holders += [
+            part
+            for part in parts
+            if part is not None and not any(part is other for other in holders)
+        ]
+    return holders
+
+
+def _attributes(holder: object) -> dict[str, object]:
+    return getattr(holder, "__dict__", {})
 
 
 def _length_of(batch: object, step: Step) -> int:

@@ -167,7 +167,7 @@ def add_what_if(commands: Any) -> None:
     add_number(
         parser,
         "--batch-size",
-        "samples between two updates; by default as many as the step's own batch has",
+        "samples in one forward pass of the step as it is; by default as many as its batch has",
     )
     add_device(parser)
     add_headroom(parser)

@@ -52,7 +52,7 @@ def predict_here(
     with_limits: bool = False,
 ) -> Prediction:
     """Predict as `predict` does, in this process; its two limits take about 20 replays more."""
-    spec = with_communication(device, step)
+    spec = with_communication(device, step.ranks.world_size if step.ranks else 1)
     own_batch_size = step.check_predictable()
     wanted = (
         own_batch_size
@@ -86,9 +86,9 @@ def predict_here(
     return Prediction.of(trace, spec, batch_size=wanted, settings=settings, with_limits=with_limits)
 
 
-def with_communication(device: Device, step: Step) -> Device:
-    """The device with the memory of NCCL if the step has several ranks: the most that was seen."""
-    if isinstance(device, HostSpec) or step.ranks is None or step.ranks.world_size == 1:
+def with_communication(device: Device, num_ranks: int) -> Device:
+    """The device with the memory of NCCL if there are several ranks: the most that was seen."""
+    if isinstance(device, HostSpec) or num_ranks == 1:
         return device
     return replace(device, communication_bytes=NCCL_BYTES[1])
 

@@ -167,7 +167,8 @@ class Accumulation:
         """At the end of a window, unscale and clip the gradients and update the weights.
 
         Args:
-            clip_grad_norm: The largest norm of all gradients together; None for no limit.
+            clip_grad_norm: The largest norm of an optimizer's gradients together; None for no
+                limit.
             clip_grad_value: The largest absolute value of a gradient; None for no limit.
 
         Returns:

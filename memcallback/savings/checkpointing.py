@@ -27,6 +27,9 @@ from memcallback.step.model import (
 #: module, several names, or numbers of segments by name.
 CheckpointOption = bool | str | Sequence[str] | Mapping[str, int]
 
+#: Containers of blocks.
+_BLOCKS = (nn.ModuleList, nn.ModuleDict)
+
 
 def checkpoint(
     model: nn.Module | Sequence[nn.Module],
@@ -46,17 +49,18 @@ def checkpoint(
     - An `nn.Sequential` is cut into segments. If it is the model itself, the last segment is not
       checkpointed, as in `torch.utils.checkpoint.checkpoint_sequential`: it would be computed again
       right after it was computed.
-    - Each block of an `nn.ModuleList`, or of a list, is checkpointed.
+    - Each block of an `nn.ModuleList`, of an `nn.ModuleDict`, or of a list is checkpointed.
     - Any other named module is checkpointed as one block.
 
     Copies of buffers, other than the running statistics of norm layers, are kept until the backward
     pass, since a module may change its buffers (spectral norm, codebooks).
 
     Args:
-        model: The model, which may be wrapped by DistributedDataParallel; or a list of its blocks.
+        model: The model, which may be wrapped by DistributedDataParallel; or a list of its blocks,
+            or an `nn.ModuleList` or `nn.ModuleDict` of them.
         name: The name of a module, several names, or a mapping from names to numbers of segments;
             by default every outermost `nn.Sequential` of several layers and every outermost
-            `nn.ModuleList` of several blocks.
+            `nn.ModuleList` of several blocks; of a list every block.
         segments: Into how many segments an `nn.Sequential` is cut, as evenly as in-place layers
             allow. By default one for each child if any child has children of its own, else about
             the square root of the number of children (arXiv 1604.06174).
@@ -66,8 +70,8 @@ def checkpoint(
 
     Raises:
         ValueError: If there is no such module, or no layers are found; if a number of segments is
-            out of range or the module cannot be cut; if a module is checkpointed already; if `name`
-            is empty.
+            out of range or the module cannot be cut; if a module is checkpointed already, or has no
+            forward pass; if `name` or a list is empty.
         TypeError: If `name`, or a number of segments, is of another type.
         RuntimeError: In the forward pass, if a segment changes its own input in place.
 
@@ -78,6 +82,8 @@ def checkpoint(
     """
     root = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     root = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root
+    if name is None and isinstance(root, _BLOCKS) and not _has_forward(root):
+        name = ""
     segments_of = _segments_by_name(root, name, segments)
     forwards = list(
         chain.from_iterable(
@@ -274,12 +280,18 @@ def _recomputed(
         return forward(*args, **kwargs)
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_inference()]
     versions = [tensor._version for tensor in inputs]
+    names = tuple(kwargs)
+
+    def run(*values: Any) -> Any:
+        return forward(*values[len(names) :], **dict(zip(names, values, strict=False)))
+
+    # By position alone: PyTorch finds the device whose random numbers it draws again by these.
     output = torch_checkpoint.checkpoint(
-        forward,
+        run,
+        *kwargs.values(),
         *args,
         use_reentrant=False,
         context_fn=lambda: (nullcontext(), _BuffersOfFirstPass(modules)),
-        **kwargs,
     )
     if [tensor._version for tensor in inputs] != versions:
         raise RuntimeError(
@@ -346,10 +358,24 @@ def _forwards(root: nn.Module, name: str, segments: int | None) -> Iterator[_For
             f"segments={segments} is for an nn.Sequential, and {name or 'the model'!r} is a "
             f"{type(module).__name__}. Leave segments out."
         )
-    blocks = dict(module.named_children()) if isinstance(module, nn.ModuleList) else {"": module}
+    blocks = dict(module.named_children()) if isinstance(module, _BLOCKS) else {"": module}
+    if not blocks:
+        raise ValueError(
+            f"{name or 'the list'!r} has no blocks. Give the blocks to checkpoint, or their names."
+        )
     for block_name, block in blocks.items():
         full_name = f"{name}.{block_name}".strip(".")
-        yield _Block(block, full_name, _original(block, full_name))
+        original = _original(block, full_name)
+        if original is None and not _has_forward(block):
+            raise ValueError(
+                f"{full_name or 'the model'!r} is a {type(block).__name__} without a forward pass. "
+                "Name the modules in it: name=[...]."
+            )
+        yield _Block(block, full_name, original)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _original(module: nn.Module, name: str) -> Callable[..., Any] | None:

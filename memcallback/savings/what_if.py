@@ -63,14 +63,15 @@ def what_if(
         step: The step as it is.
         device: As for `predict`. On this machine's own device, memory that others use at this
             moment is not counted as free.
-        batch_size: Samples between two updates; by default as many as the step has.
+        batch_size: Samples in one forward pass of the step as it is; by default as many as its
+            batch has.
         headroom: The fraction of the capacity that the largest batch sizes keep free, at least 0
             and below 1.
         ranks: A number of devices to try, at least 2, or jobs of your own. A number adds a row each
             for DistributedDataParallel, FSDP2 with and without resharding, HSDP, tensor parallel if
             the model has a plan for it (`tp_plan` of transformers), and a pipeline if it is an
             `nn.Sequential`. Sizes and batch sizes are those of one rank, in a pipeline those of the
-            stage that needs most.
+            stage that needs most, also where the step as it is belongs to one.
         progress: Called after each prediction but the last, with the number of predictions done and
             the number to do in all, as far as known. By default as for `predict`.
         isolate: As for `predict`.
@@ -165,7 +166,7 @@ def plan_here(
     helping = [pair for pair in zip(savings, rows, strict=True) if plan.helps(pair[1])]
     helping.sort(key=lambda pair: pair[1].rank)
     best = _best_of_each_kind(saving for saving, _ in helping)
-    num_all = num_alone + _num_together(len(best))
+    num_all = num_alone + _num_of_several(len(best))
     for number, row in enumerate(trial.several(best), start=num_alone):
         rows.append(row)
         progress(number, max(num_all, number + 1))
@@ -183,14 +184,18 @@ def rescues(
     events = base.trace.at(base.batch_size).events
     candidates = savings_for(step, base.batch_size, events)
     savings = [saving for saving in candidates if saving.is_same_training and not saving.compiles]
+    trial = _Trial(step, base, 0.0, None, predict_once)
     for number, saving in enumerate(savings):
         if progress is not None:
             progress(number, len(savings))
-        yield _Trial(step, base, 0.0, None).row(saving, predict=predict_once)
+        yield trial.row(saving)
 
 
 class _Trial:
-    """Predicts a step with savings, with as many samples between two updates as without."""
+    """Predicts a step with savings, with as many samples in each update as without.
+
+    The step as it is, too, is predicted on each kind of ranks; `base` is that of its own rank.
+    """
 
     def __init__(
         self,
@@ -198,17 +203,34 @@ class _Trial:
         base: Prediction,
         headroom: float,
         outside: OutsideMemory | None,
+        predict: Callable[..., Prediction] = predict_here,
     ) -> None:
         self._step = step
         self._base = base
         self._headroom = headroom
         self._outside = outside
+        self._predict = predict
+        own = step.ranks.rank if step.ranks else 0
+        self._unlike = [
+            base
+            if rank == own
+            else predict(
+                step.of_rank(rank),
+                device=base.device,
+                batch_size=base.batch_size,
+                settings=base.settings,
+            )
+            for rank in _unlike(step)
+        ]
+        self._flops_before = _flops_per_sample(self._unlike, _num_together(step))
 
     def plan(self, rows: Iterable[PlanRow]) -> Plan:
         """The table of these rows below the step as it is."""
         return Plan(
             current=self._row_of(
-                [self._base], PlanRow(saving="as it is", batch_size=self._base.batch_size)
+                self._unlike,
+                PlanRow(saving="as it is", batch_size=self._base.batch_size),
+                _num_together(self._step),
             ),
             tried=tuple(rows),
             device_name=self._base.device_name,
@@ -219,7 +241,7 @@ class _Trial:
             caveats=(*self._base.caveats, *left_out(self._step)),
         )
 
-    def row(self, saving: Saving, predict: Callable[..., Prediction] = predict_here) -> PlanRow:
+    def row(self, saving: Saving) -> PlanRow:
         """The step with a saving, or why it cannot be predicted."""
         batch_size, rest = divmod(self._base.batch_size, saving.num_parts)
         row = PlanRow(
@@ -243,13 +265,11 @@ class _Trial:
             )
         try:
             if saving.kind == "allocator":
-                return self._row_of([replace(self._base, settings=settings)], row)
+                changed = [replace(base, settings=settings) for base in self._unlike]
+                return self._row_of(changed, row, _num_together(self._step))
             varied = saving.apply(self._step)
-            unlike, num_together = (
-                (varied.ranks.unlike, varied.ranks.num_at_one_batch) if varied.ranks else ((0,), 1)
-            )
             # Each other batch size would be compiled anew.
-            predict = predict_once if saving.compiles else predict
+            predict = predict_once if saving.compiles else self._predict
             start = perf_counter()
             with activation_memory_budget(saving.activation_memory_budget):
                 predictions = [
@@ -259,14 +279,14 @@ class _Trial:
                         batch_size=batch_size,
                         settings=settings,
                     )
-                    for rank in unlike
+                    for rank in _unlike(varied)
                 ]
             if saving.compiles:
                 if reason := why_not_compiled(predictions[0].caveats):
                     return replace(row, problem=plain_reason(PredictionError(reason)))
                 took = f"compiling took {perf_counter() - start:.0f} s here"
                 row = replace(row, changes=f"{row.changes}; {took}")
-            return self._row_of(predictions, row, num_together)
+            return self._row_of(predictions, row, _num_together(varied))
         except (PredictionError, ValueError) as error:
             return replace(row, problem=plain_reason(error))
 
@@ -284,7 +304,7 @@ class _Trial:
         yield all_together if row.problem else row
 
     def _row_of(
-        self, predictions: Sequence[Prediction], row: PlanRow, num_together: int = 1
+        self, predictions: Sequence[Prediction], row: PlanRow, num_together: int
     ) -> PlanRow:
         """A row with the values of the rank that needs most."""
         worst = max(
@@ -326,21 +346,31 @@ class _Trial:
     def _extra_compute_pct(
         self, predictions: Sequence[Prediction], num_together: int
     ) -> float | None:
-        before = _flops_per_sample(self._base)
-        if not before:
+        if not self._flops_before:
             return None
-        after = sum(map(_flops_per_sample, predictions)) * num_together / len(predictions)
-        return 100 * (after / before - 1)
+        return 100 * (_flops_per_sample(predictions, num_together) / self._flops_before - 1)
 
 
-def _num_together(num_best: int) -> int:
+def _unlike(step: TrainingStep) -> tuple[int, ...]:
+    """The ranks to predict; without a job the only one."""
+    return step.ranks.unlike if step.ranks else (0,)
+
+
+def _num_together(step: TrainingStep) -> int:
+    """How many ranks compute one batch together."""
+    return step.ranks.num_at_one_batch if step.ranks else 1
+
+
+def _num_of_several(num_best: int) -> int:
     """Predictions with several of so many best savings; more where all together fail."""
     return min(_MOST_TOGETHER, num_best * (num_best - 1) // 2 + (num_best > 2))
 
 
-def _flops_per_sample(prediction: Prediction) -> float:
-    traced = prediction.trace.of(prediction.batch_size).traced
-    return traced.num_flops / (traced.batch_size * traced.num_batches)
+def _flops_per_sample(unlike: Sequence[Prediction], num_together: int) -> float:
+    """What all ranks at one batch compute for a sample, by predictions of each kind of ranks."""
+    traces = [rank.trace.of(rank.batch_size).traced for rank in unlike]
+    flops = (traced.num_flops / (traced.batch_size * traced.num_batches) for traced in traces)
+    return sum(flops) * num_together / len(unlike)
 
 
 def _best_of_each_kind(helping: Iterable[Saving]) -> list[Saving]:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memcallback.batch_size.advice import AccumulationPlan, RankBatchSize
+from memcallback.batch_size.accumulation_plan import AccumulationPlan
+from memcallback.batch_size.advice import RankBatchSize
 from memcallback.batch_size.bounds import BatchSizeBounds
 from memcallback.batch_size.estimate import Estimate
 from memcallback.batch_size.peaks import PeakLine

@@ -67,7 +67,16 @@ def test_a_measured_step_below_the_prediction_does_not_raise_the_advice(less_byt
         without.peak_at(size) for size in (1, 16, 100)
     ]
     assert without.basis == "The peaks were simulated from a trace"
-    assert low.basis == "The peaks were simulated from a trace; the measured step agrees"
+
+
+def test_a_measured_step_far_below_is_not_said_to_agree():
+    within = int(REPLAYED * (1 - RESERVED_SHARE / 2))
+    assert traced(measured(within)).basis.endswith("; the measured step agrees")
+    low = traced(measured(REPLAYED // 4)).basis
+    less = (REPLAYED - REPLAYED // 4) / MiB
+    assert low.endswith(
+        f"; the measured step needs {less:.2f} MiB less, and the peaks were left as they are"
+    )
 
 
 def test_a_measured_step_a_little_above_is_added_everywhere():

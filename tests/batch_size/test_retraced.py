@@ -61,7 +61,27 @@ def test_it_says_what_was_traced_and_shows_those_sizes_alone(advice):
 def test_no_size_above_what_is_wanted_is_traced():
     bounded = mc.suggest_batch_size(detection(), device=CARD, multiple_of=1, max_batch_size=5)
     assert bounded.batch_size == 5
+    assert "Largest batch size: 5 (max_batch_size) with" in bounded.sentence()
     assert max(size for size, _ in bounded.curve) == 5
+
+
+def test_a_bound_below_twice_the_own_size_that_does_not_fit_is_searched_below(advice):
+    exact = advice.largest
+    bounded = mc.suggest_batch_size(
+        detection(exact - 2), device=CARD, multiple_of=1, max_batch_size=exact + 3
+    )
+    assert bounded.batch_size == exact
+
+
+def test_whole_groups_below_a_bound_are_suggested():
+    def loss(model, images):
+        if len(images) % 8:
+            raise ValueError("eight views of each image are needed")
+        return loss_of_images(model, images)
+
+    step = detection(8, height=1024, loss=loss)
+    advice = mc.suggest_batch_size(step, device=CARD, multiple_of=1, max_batch_size=12)
+    assert advice.batch_size == 8
 
 
 def test_where_no_other_size_can_be_traced_the_reason_is_told():

@@ -50,6 +50,14 @@ def test_devices_that_are_alike_are_one_kind():
     assert without_ranks.batch_size == suggested("4GiB", world_size=2).batch_size
 
 
+@needs_ranks
+def test_ranks_that_only_their_number_describes_leave_room_for_nccl():
+    described, counted = suggested("4GiB", mc.Ranks(8)), suggested("4GiB", world_size=8)
+    assert counted.budget_bytes == described.budget_bytes < suggested("4GiB").budget_bytes
+    assert counted.batch_size == pytest.approx(described.batch_size, rel=0.02)
+    assert any("the CUDA context and NCCL are counted" in part for part in counted.leaves_out)
+
+
 def uneven(model, number, num_stages):
     """Three quarters of the layers on the first rank."""
     return model[:3] if number == 0 else model[3:]

@@ -151,11 +151,11 @@ def test_several_ranks_have_buckets_besides():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     step = make_step(model, torch.ones(16, 1024))
     one, two = (
-        mc.suggest_batch_size(step, device=card_of(GiB), world_size=size, multiple_of=1)
+        mc.suggest_batch_size(step, device=card_of(4 * GiB), world_size=size, multiple_of=1)
         for size in (1, 2)
     )
     assert two.batch_size == two.largest
-    at_largest = mc.predict(step, device=card_of(GiB)).at(two.largest)
+    at_largest = mc.predict(step, device=card_of(4 * GiB)).at(two.largest)
     bucket_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert (
         dict(two.curve)[two.largest]
@@ -211,7 +211,7 @@ def test_where_a_larger_batch_needs_no_more_no_batch_size_is_suggested_and_the_r
         mc.suggest_batch_size(step, device="1GiB")
     assert mc.suggest_batch_size(step, device="1GiB", max_batch_size=64).batch_size == 64
     assert (
-        mc.suggest_batch_size(step, device="1GiB", dataset_size=1000, world_size=2).batch_size
+        mc.suggest_batch_size(step, device="4GiB", dataset_size=1000, world_size=2).batch_size
         == 496
     )
 

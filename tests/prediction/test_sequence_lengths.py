@@ -1,11 +1,15 @@
 """Predictions at other sequence lengths are those of a step whose batch has that length."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
+from memcallback.batch_size.sequence_lengths import sequence_lengths_of
 from memcallback.batch_size.suggest import suggest_batch_size
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
@@ -217,6 +221,44 @@ def loader_of(lengths, generator=None):
     return DataLoader(
         Sentences(lengths), batch_size=4, collate_fn=padded, shuffle=True, generator=generator
     )
+
+
+class Drawing(Sampler):
+    """Draws indices with generators of its own."""
+
+    def __init__(self, number):
+        self.number = number
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+        self.torch = torch.Generator()
+
+    def __iter__(self):
+        for _ in range(self.number):
+            drawn = self.python.random() + self.numpy.random() + torch.rand(1, generator=self.torch)
+            yield int(drawn * self.number) % self.number
+
+    def state(self):
+        return (
+            self.python.getstate(),
+            self.numpy.bit_generator.state,
+            self.torch.get_state().tolist(),
+        )
+
+
+def test_generators_of_samplers_stay_as_they_are():
+    sentences, own, inner = Sentences([17, 64, 32, 64]), torch.Generator(), Drawing(4)
+    loader = DataLoader(
+        sentences,
+        batch_sampler=BatchSampler(RandomSampler(sentences, generator=own), 2, drop_last=False),
+        collate_fn=padded,
+    )
+    before = own.get_state()
+    drawing = DataLoader(sentences, batch_size=2, sampler=inner, collate_fn=padded)
+    state = inner.state()
+    step = make_step(64, sequence_length=64)
+    for one in (loader, drawing):
+        assert sequence_lengths_of(one, step)[1]
+    assert torch.equal(own.get_state(), before)
+    assert inner.state() == state
 
 
 def test_a_data_loader_tells_how_long_its_batches_are():

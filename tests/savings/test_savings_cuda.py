@@ -99,3 +99,28 @@ def test_the_callback_predicts_the_step_with_the_savings_of_its_trainer(tmp_path
     assert measured.num_optimizer_updates == 1
     assert abs(predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1) <= 0.001
     assert not any("The prediction is off" in line for line in callback.report.lines())
+
+
+class Dropping(nn.Module):
+    """Drops what it is called with, and notes the state from which its masks are drawn."""
+
+    def __init__(self, states):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.states = states
+
+    def forward(self, hidden):
+        self.states.append(torch.cuda.get_rng_state())
+        return F.dropout(self.linear(hidden))
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_block_draws_the_same_masks_again_however_it_is_called(by_keyword):
+    states = []
+    block = Dropping(states).cuda()
+    mc.checkpoint(block, "")
+    hidden = torch.ones(4, 8, device="cuda")
+    outputs = block(hidden=hidden) if by_keyword else block(hidden)
+    F.dropout(outputs).sum().backward()
+    first, again = states
+    assert torch.equal(first, again)

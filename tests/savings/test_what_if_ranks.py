@@ -1,5 +1,7 @@
 """What a step would need if its model were spread over several ranks: rows of `what_if`."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from needs import needs_ranks
@@ -72,6 +74,41 @@ def test_what_fits_one_stage_alone_is_not_told_where_another_is_unknown():
     (row,) = (row for row in plan.tried if row.kind == "ranks")
     assert not row.problem
     assert row.largest_batch_size is None
+
+
+def of_ranks(ranks):
+    sizes = [WIDTH, 4 * WIDTH, WIDTH, WIDTH]
+    model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
+    batch = torch.zeros(64, WIDTH)
+    return mc.TrainingStep(model, batch, optimizer=torch.optim.SGD, ranks=ranks)
+
+
+def mixed(plan):
+    return next(row for row in plan.tried if row.saving == "bf16-mixed")
+
+
+@needs_ranks
+def test_of_a_pipeline_as_it_is_the_stage_that_needs_most_counts():
+    def uneven(model, number, num_stages):
+        return model[:2] if number == 0 else model[2:]
+
+    first, last = (
+        of_ranks(mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2, split=uneven))
+        for rank in range(2)
+    )
+    plan = mc.what_if(last, device="NVIDIA L4")
+    assert plan.current.peak_bytes == mc.predict(first, device="NVIDIA L4").peak_reserved_bytes
+    assert plan.current.peak_bytes > mc.predict(last, device="NVIDIA L4").peak_reserved_bytes
+    assert mixed(plan).extra_compute_pct == pytest.approx(0)
+
+
+@needs_ranks
+def test_a_saving_of_ranks_that_share_a_batch_costs_what_it_costs_one_rank():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+    step = of_ranks(mc.Ranks(4, "tensor_parallel", plan=plan))
+    assert mixed(mc.what_if(step, device="NVIDIA L4")).extra_compute_pct == pytest.approx(0)
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_told():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memcallback.integrations.lightning.fit.iterators import is_read, position_in
+from memcallback.step.copies.generators import generator_state
 
 Restore = Callable[[], object]
 #: Of the standard library's objects that `state_of` restores.
@@ -299,10 +300,6 @@ def cache(cached: Any, results: dict[Any, Any]) -> Restore:
 
 def state_of(obj: Any) -> Restore | None:
     """Restore an object that gives and takes its state; None for any other object."""
-    if isinstance(obj, torch.Generator):
-        return functools.partial(obj.set_state, obj.get_state())
-    if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
-        return functools.partial(obj.setstate, obj.getstate())
     if isinstance(obj, (io.BytesIO, io.StringIO)):
         return _text(obj)
     if isinstance(obj, io.IOBase):
@@ -311,16 +308,7 @@ def state_of(obj: Any) -> Restore | None:
         return numbers(obj)
     if isinstance(obj, queue.SimpleQueue):
         return simple_queue(obj)
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    if isinstance(obj, numpy.random.RandomState):
-        return functools.partial(obj.set_state, obj.get_state())
-    if isinstance(obj, numpy.random.Generator):
-        obj = obj.bit_generator
-    if isinstance(obj, numpy.random.BitGenerator):
-        return functools.partial(setattr, obj, "state", obj.state)
-    return None
+    return generator_state(obj)
 
 
 def _text(file: Any) -> Restore:
