@@ -175,7 +175,7 @@ def setup_of(
 ) -> Setup:
     """The names of what trains; the step may be unknown, the target is another device."""
     if target is not None and step is not None:
-        target = with_communication(target, step)
+        target = with_communication(target, step.ranks.world_size if step.ranks else 1)
     # A step has the model without its wrapper.
     plain_models = [step.model] if step else [getattr(model, "module", model) for model in models]
     has_buckets = any(isinstance(model, DistributedDataParallel) for model in models)
