@@ -9,13 +9,14 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import count, islice, pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from memcallback.core.by_class import by_class
 from memcallback.core.torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -126,20 +127,22 @@ def attributes(obj: object) -> dict[str, object]:
         if type(own) is dict:
             values.update((name, value) for name, value in own.items() if type(name) is str)
     kind: type = type(obj)
-    for name, member in _slots(kind):
+    for name in _slots(kind):
+        member: Any = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         with suppress(AttributeError):  # an empty slot
             values[name] = member.__get__(obj)
     return values
 
 
-@cache
-def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
+@by_class
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots."""
     members = {
         name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()
     }
     # Of a SimpleNamespace `__dict__` is such a member too.
     return tuple(
-        (name, member)
+        name
         for name, member in members.items()
         if inspect.ismemberdescriptor(member) and name != "__dict__"
     )
@@ -184,7 +187,7 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(parts_of(tensor)) if is_wrapper(type(tensor)) else (tensor,)
 
 
-@cache
+@by_class
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of a class decompose operators themselves, such as nested and DTensors."""
     return issubclass(kind, torch.Tensor) and (

@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -25,6 +25,7 @@ from weakref import ref
 
 import torch
 
+from memcallback.core.by_class import by_class
 from memcallback.core.code_lines import is_library
 from memcallback.core.tensors import attributes
 from memcallback.core.torch_private import FakeTensor, no_dispatch
@@ -221,7 +222,7 @@ def _is_of_user(file: str | None) -> bool:
     return file is not None and not is_library(file)
 
 
-@cache
+@by_class
 def _is_opaque(kind: type) -> bool:
     """Whether objects of a class can hold what Python does not show."""
     of_c = (WrapperDescriptorType, MethodDescriptorType)
