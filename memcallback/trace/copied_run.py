@@ -214,6 +214,7 @@ class CopiedRun:
             new_batches=partial(batches.new, step),
             marks=self.marks,
             device_type=self._device_type,
+            reads=mode.placeholders.reads,
         )
         hooks = ExitStack()
         if step.keep_outputs == "last":
