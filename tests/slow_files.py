@@ -61,6 +61,7 @@ SLOW_FILES = (
     "test_cli.py",
     "test_missing_libraries.py",
     "trace/test_beside.py",
+    "trace/test_optimizer_hooks.py",
     "trace/test_compiled_steps.py",
     "trace/test_cuda_graphs.py",
     "trace/test_flex_attention.py",

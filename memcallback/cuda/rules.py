@@ -50,6 +50,38 @@ _KERNELS: dict[str, Rule] = {
 _CORRECTIONS: dict[str, Correction] = {**outputs.CORRECTIONS, **convolution.CORRECTIONS}
 
 
+#: The namespaces of operators whose kernels are known: PyTorch's, and those of `libraries`.
+_KNOWN = {
+    "aten",
+    "bucketing",
+    "c10d",
+    "c10d_functional",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "device_mesh",
+    "_dtensor",
+    "flex_lib",
+    "fsdp",
+    "inductor",
+    "inductor_prims",
+    "mkl",
+    "mkldnn",
+    "_native",
+    "onednn",
+    "prim",
+    "prims",
+    "profiler",
+    "quantized",
+    "_quantized",
+    "rngprims",
+    "sparse",
+    "streams",
+    "symm_mem",
+    "torch_attn",
+    *(name.partition("::")[0] for name in libraries.RULES),
+}
+
+
 class OperatorRules(NamedTuple):
     """The rules of one operator, None for those that it does not need.
 
@@ -79,6 +111,11 @@ def rules_of(op: Any) -> OperatorRules:
         outputs.REPLACEMENTS.get(name),
         CudnnFlags.now if name in convolution.RULES else None,
     )
+
+
+def has_known_kernel(op: Any) -> bool:
+    """Whether an operator is known to allocate what its rule says, or its outputs alone."""
+    return op.namespace in _KNOWN
 
 
 def corrected_result(call: OpCall) -> Any:

@@ -63,12 +63,20 @@ def beside(
 
     for name, item in also.items():
         add(name, item)
-    for name, value in _variables(model, functions):
-        for module in walk([value], _parts):
-            if not isinstance(module, nn.Module) or id(module) in modules:
-                continue
-            if _has_plain_tensors(module):
-                add(name, module)
+    for name, module in _modules_in(_variables(model, functions)):
+        if id(module) not in modules:
+            add(name, module)
+    return found
+
+
+def modules_reached(model: nn.Module, functions: Iterable[object]) -> dict[str, nn.Module]:
+    """The modules other than the model's that functions reach by a variable, by its name."""
+    own = {id(part) for part in model.modules()}
+    found: dict[str, nn.Module] = {}
+    for name, module in _modules_in(_outer_variables([], [*functions])):
+        if id(module) not in own:
+            own.update(map(id, module.modules()))
+            found[new_name(name, found)] = module
     return found
 
 
@@ -112,18 +120,32 @@ def modules_held_by(owners: Iterable[object]) -> dict[str, nn.Module]:
     }
 
 
+def _modules_in(variables: Iterable[tuple[str, object]]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in variables for which fakes can stand, with the variable's name."""
+    for name, value in variables:
+        for module in walk([value], _parts):
+            if isinstance(module, nn.Module) and _has_plain_tensors(module):
+                yield name, module
+
+
 def _variables(model: nn.Module, functions: Iterable[object]) -> Iterator[tuple[str, object]]:
     """The variables of functions and their owners, and the attributes of a model's modules."""
-    given = list(functions)
-    for reached in functions_of(model.modules(), given):
-        yield from named_outer_variables(reached)
-    for function in given:
-        if (owner := owner_of(function)) is not None:
-            yield from attributes(owner).items()
-        yield from ((type(part).__name__, part) for part in contents_of(function) or ())
+    yield from _outer_variables(model.modules(), [*functions])
     for prefix, module in model.named_modules():
         for name, value in _plain_attributes(module).items():
             yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _outer_variables(
+    modules: Iterable[nn.Module], functions: Sequence[object]
+) -> Iterator[tuple[str, object]]:
+    """The variables of functions, of what modules hook, and of the functions' owners."""
+    for reached in functions_of(modules, functions):
+        yield from named_outer_variables(reached)
+    for function in functions:
+        if (owner := owner_of(function)) is not None:
+            yield from attributes(owner).items()
+        yield from ((type(part).__name__, part) for part in contents_of(function) or ())
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

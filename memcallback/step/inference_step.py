@@ -129,7 +129,15 @@ class InferenceStep(Step):
         if self.after is None:
             return super().beside()
         functions = (*self.functions_to_copy(), *self.after.functions_to_copy())
-        return beside(self.model, functions, {**self.after.also, **self.also})
+        return beside(self.model, functions, self.held())
+
+    def held(self) -> dict[str, Any]:
+        """`also`, and what the training `after` holds, by name.
+
+        Returns:
+            Modules, and containers of tensors.
+        """
+        return {**(self.after.held() if self.after is not None else {}), **self.also}
 
     def window_within(self) -> int | None:
         """The length of a sliding window that is filled while tokens are generated.

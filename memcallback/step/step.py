@@ -106,12 +106,20 @@ class Step:
         raise NotImplementedError
 
     def beside(self) -> dict[str, Any]:
-        """What is on the device beside the model, by name: `also`, and modules that a loss reaches.
+        """What is on the device beside the model, by name: `held`, and modules that a loss reaches.
 
         Returns:
             Modules, and containers of tensors. A module that is found has the name of the variable.
         """
-        return beside(self.model, self.functions_to_copy(), self.also)
+        return beside(self.model, self.functions_to_copy(), self.held())
+
+    def held(self) -> dict[str, Any]:
+        """What is there beside the model whether the step uses it or not, by name: `also`.
+
+        Returns:
+            Modules, and containers of tensors.
+        """
+        return self.also
 
     def functions_to_copy(self) -> tuple[Callable[..., Any], ...]:
         """The user's functions that a trace copies; for a callable object its `__call__`."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from memcallback.core.validation import described, one_of, whole_number
-from memcallback.step.beside import AlsoOption
+from memcallback.step.beside import AlsoOption, modules_reached
+from memcallback.step.copies.optimizers import step_hooks
 from memcallback.step.lightning_loop import LightningLoop, lightning_loss
 from memcallback.step.loss import Loss, check_losses, default_loss
 from memcallback.step.optimizers import OptimizerOption, check_optimizers, optimizers_for
@@ -63,7 +64,8 @@ class TrainingStep(Step):
             one device.
         also: What the device holds and the step does not use, such as an average of the weights: a
             list of modules or of containers of tensors, or a mapping from names to them. Modules
-            that the loss reaches through a variable (a teacher) are found without it.
+            that the loss (a teacher) or a hook of an optimizer (an average) reaches through a
+            variable are found without it.
         keep_outputs: Which outputs of the model the loop keeps beside the loss: those of the `last`
             call until the next one has returned, as `outputs = model(batch)` in a loop does; or
             `none`, as `loss = criterion(model(batch), targets)` does.
@@ -199,6 +201,14 @@ class TrainingStep(Step):
         """The user's optimizers of this model; functions that make one are left out."""
         passed = self._optimizer if isinstance(self._optimizer, Sequence) else (self._optimizer,)
         return tuple(each for each in passed if isinstance(each, torch.optim.Optimizer))
+
+    def held(self) -> dict[str, Any]:
+        """`also`, and modules that hooks of the optimizers reach, by name.
+
+        Returns:
+            Modules, and containers of tensors.
+        """
+        return {**modules_reached(self.model, step_hooks(self.given_optimizers)), **self.also}
 
     def of_rank(self, rank: int) -> TrainingStep:
         """The step of another rank of its job.

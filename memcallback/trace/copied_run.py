@@ -116,8 +116,8 @@ class CopiedRun:
             raise hook_error(f"{name} cannot be copied", error) from error
         self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
         #: Of what is there whether it runs or not: the addresses of its storages.
-        also = {**(training.also if training else {}), **step.also}
-        self._also = {name: addresses(it) for name, it in beside.items() if name in also}
+        held = step.held()
+        self._held = {name: addresses(it) for name, it in beside.items() if name in held}
         self._is_of_datamodule_on_host = {
             attribute: [mode.spec is not None and not is_on_device(one) for one in holders_in(part)]
             for attribute, part in self._parts_of_datamodule.items()
@@ -173,9 +173,9 @@ class CopiedRun:
                 self.marks.add_beside(name, tensors, is_host=is_host)
         for name, it in self._beside.items():
             is_host = self._is_beside_on_host[name]
-            if name in self._also:
+            if name in self._held:
                 self.marks.add_beside(name, it, is_host=is_host)
-                mode.real_tensors.are_recorded(self._also[name], it, mode.ledger)
+                mode.real_tensors.are_recorded(self._held[name], it, mode.ledger)
             else:
                 self.marks.add_when_it_runs(name, it, is_host=is_host)
         optimizers = self._optimizers()
@@ -214,6 +214,7 @@ class CopiedRun:
             new_batches=partial(batches.new, step),
             marks=self.marks,
             device_type=self._device_type,
+            reads=mode.placeholders.reads,
         )
         hooks = ExitStack()
         if step.keep_outputs == "last":

@@ -67,6 +67,64 @@ def test_a_last_part_that_shrinks_from_one_batch_size_to_the_next_leaves_only_th
     ]
 
 
+def skipping(model, batch):
+    output = model(batch)
+    if (output > 1).any():
+        return (output @ output.t()).square().mean()
+    return output.mean()
+
+
+def reading(number):
+    """A function that reads as many values, each at a line of its own."""
+    lines = "\n".join("    float(output.sum())" for _ in range(number))
+    code = f"def loss(model, batch):\n    output = model(batch)\n{lines}\n    return output.mean()"
+    names = {}
+    exec(compile(code, "<stdin>", "exec"), names)
+    return names["loss"]
+
+
+def reads(loss, device):
+    step = mc.TrainingStep(nn.Linear(32, 256), torch.zeros(8, 32), loss=loss)
+    caveats = mc.predict(step, device=device, isolate=False).caveats
+    return [caveat for caveat in caveats if "If a branch depends on it" in caveat]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_line_that_reads_an_unknown_value_is_named(device):
+    (told,) = reads(skipping, device)
+    line = skipping.__code__.co_firstlineno + 2
+    assert f"test_placeholders.py:{line} in skipping, which is unknown here: False was" in told
+    assert told.endswith("the one that was not taken may need more.")
+
+
+def test_a_few_of_many_lines_that_read_values_are_named():
+    assert len(reads(reading(3), "cpu")) == 3
+    *_, last = told = reads(reading(8), "cpu")
+    assert len(told) == 4
+    assert last.startswith("Other lines of the step's code read such values, too.")
+
+
+def fixed_point(model, batch):
+    """Ends at once where the difference is taken for 0."""
+    found = torch.zeros(8, 32, device=batch.device)
+    for _ in range(10):
+        following = model(batch + found)
+        if (following - found).norm() < 1e-3:
+            break
+        found = following
+    return found.mean()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_without_gradients_tells_which_values_were_assumed_before(device):
+    step = mc.TrainingStep(nn.Linear(32, 32), torch.zeros(8, 32), loss=fixed_point)
+    with pytest.raises(mc.PredictionError) as error:
+        mc.predict(step, device=device, isolate=False)
+    line = fixed_point.__code__.co_firstlineno + 5
+    assert "returned a tensor that does not require grad" in str(error.value)
+    assert f"test_placeholders.py:{line} in fixed_point, which is unknown here" in str(error.value)
+
+
 @pytest.mark.cuda  # where torchvision is
 def test_all_boxes_are_kept_where_their_overlap_is_not_known():
     ops = pytest.importorskip("torchvision.ops")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,10 @@ import torch
 OptimizerParts = tuple[type, dict[str, Any]]
 #: Libraries whose optimizers are wrappers without a state.
 _WRAPPED_BY = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 #: Attributes that tie an optimizer to its run: hooks, and the `step` that a scheduler or a profiler
 #: puts in place of the class's own.
-_TIES = (
-    "step",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-)
+_TIES = ("step", *_STEP_HOOKS, "_optimizer_state_dict_pre_hooks")
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
@@ -49,6 +45,17 @@ def with_owned(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return found
 
 
+def step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> list[Callable[..., Any]]:
+    """The hooks that run before and after an update of some optimizers."""
+    return [
+        hook
+        for optimizer in optimizers
+        for one in with_owned(unwrapped(optimizer))
+        for name in _STEP_HOOKS
+        for hook in vars(one).get(name, {}).values()
+    ]
+
+
 def optimizer_parts(optimizer: Any) -> OptimizerParts:
     """An optimizer's class and attributes, to be copied together with its model."""
     optimizer = unwrapped(optimizer)
@@ -65,7 +72,7 @@ def optimizer_from(parts: OptimizerParts) -> torch.optim.Optimizer:
     optimizer: torch.optim.Optimizer = object.__new__(kind)
     vars(optimizer).update(attributes)
     torch.optim.Optimizer.__setstate__(optimizer, {})
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for name in _STEP_HOOKS:
         vars(optimizer)[name] = OrderedDict()
     return optimizer
 

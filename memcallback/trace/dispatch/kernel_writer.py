@@ -24,7 +24,7 @@ from memcallback.cuda.kernels.matrix import (
     uses_cublaslt_alone,
 )
 from memcallback.cuda.op_call import OpCall, dense_bytes
-from memcallback.cuda.rules import kernel_rule
+from memcallback.cuda.rules import has_known_kernel, kernel_rule
 from memcallback.trace.dispatch.collectives import temporary_bytes
 from memcallback.trace.dispatch.entries import Entry
 from memcallback.trace.dispatch.in_place import IN_PLACE
@@ -32,6 +32,10 @@ from memcallback.trace.dispatch.ledger import Ledger
 from memcallback.trace.dispatch.placement import Placement
 
 _aten = torch.ops.aten
+_UNKNOWN = (
+    "{} is no operator of PyTorch: what its kernel allocates beside its results is not counted, so "
+    "the step may need more."
+)
 
 
 class KernelWriter:
@@ -42,8 +46,8 @@ class KernelWriter:
     (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement, assumed: dict[str, None]) -> None:
+        self._placement, self._assumed = placement, assumed
         self._is_in_backward = False
         self._workspaces: dict[tuple[str, bool, int], Entry] = {}
         #: What each rule gives for so many outputs, as it is and completed.
@@ -67,6 +71,8 @@ class KernelWriter:
             for tensor in unknown:
                 ledger.add(tensor, None, name, is_host=True).is_meta = is_meta
         else:
+            if not has_known_kernel(call.op):
+                self._assumed[_UNKNOWN.format(name)] = None
             if moment_bytes := temporary_bytes(name, call.args):
                 ledger.free(ledger.alloc_temp(moment_bytes, Category.TEMPORARY, name))
             copies = [

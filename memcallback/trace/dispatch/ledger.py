@@ -35,7 +35,7 @@ from memcallback.trace.dispatch.blocks import Block, Position, Row
 from memcallback.trace.dispatch.entries import Entry
 
 #: Frames of the tracer and those that called it are not the step's.
-_TRACER = str(Path(__file__).parents[1] / "tracer.py")
+TRACER = str(Path(__file__).parents[1] / "tracer.py")
 
 
 class Ledger:
@@ -89,7 +89,7 @@ class Ledger:
             entry.origin = AllocationSource(
                 tuple(tensor.shape),
                 str(tensor.dtype).removeprefix("torch."),
-                *lines_inside(_TRACER),
+                *lines_inside(TRACER),
             )
         self._follow(storage, entry)
         return entry

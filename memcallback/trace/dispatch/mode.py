@@ -128,7 +128,7 @@ class TraceMode(FakeTensorMode):
         self._is_inside = False
         self._is_in_wrapper = False
         self._is_passed_on = False
-        self.kernels = KernelWriter(self.placement)
+        self.kernels = KernelWriter(self.placement, self.assumed)
         self.num_windows, self.num_windows_to_settle = 0, 1
         self.is_capturing = False
         self.check_inputs: Callable[[str, Sequence[object]], None] | None = None

@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 
+from memcallback.core.code_lines import lines_inside
 from memcallback.core.tensors import dense_parts, sparse_tensor
 from memcallback.core.types import Phase
 from memcallback.cuda.op_call import OpCall
 from memcallback.trace.dispatch.entries import Entry
-from memcallback.trace.dispatch.ledger import Ledger
+from memcallback.trace.dispatch.ledger import TRACER, Ledger
 from memcallback.trace.dispatch.values import KnownValues
 
 _aten = torch.ops.aten
 _LARGEST = "{} has a shape that depends on values: the largest possible was assumed."
 _OF_THIS_BATCH = "{} has a shape that depends on values: that of this batch was taken."
+_READ = "The step's code reads a value of a tensor{}, which is unknown here: {!r} was assumed ({})."
+_BRANCH = "If a branch depends on it, the one that was not taken may need more."
+_MORE_READS = "Other lines of the step's code read such values, too."
+#: So many lines that read values are named.
+_MAX_LINES = 3
 
 
 class NoPlaceholder(NotImplementedError):
@@ -90,12 +96,14 @@ class Placeholders:
     Attributes:
         bounds: Choices that all traces of a step share.
         open_shapes: The operators for whose results the largest possible shape was taken.
+        reads: A sentence for each line of code that has read an unknown value, a few at most.
     """
 
     def __init__(self, values: KnownValues, bounds: Bounds, assumed: dict[str, None]) -> None:
         self._values, self._assumed = values, assumed
         self.bounds = bounds
         self.open_shapes: list[str] = []
+        self.reads: dict[str, None] = {}
 
     def value(self, call: OpCall, ledger: Ledger) -> object:
         """What an operator reads from a tensor."""
@@ -105,11 +113,15 @@ class Placeholders:
         value = _placeholder_value(call, ledger.find(call.args[0]))
         # The optimizer reads counts of steps, and the scaler's search for infinities.
         if ledger.phase is not Phase.OPTIMIZER_STEP:
-            self._assumed[
-                f"The step's code reads a value of a tensor, which is unknown here: {value!r} was "
-                f"assumed ({call.operator})."
-            ] = None
+            self._note_read(call, value)
         return value
+
+    def _note_read(self, call: OpCall, value: object) -> None:
+        line, _ = lines_inside(TRACER)
+        read = _READ.format("" if line is None else f" at {line}", value, call.operator)
+        if read not in self.reads and len(self.reads) >= _MAX_LINES:
+            read = _MORE_READS
+        self.reads[read] = self._assumed[f"{read} {_BRANCH}"] = None
 
     def result(self, call: OpCall) -> Any:
         """The largest result of an operator with an open shape, else that of known values."""

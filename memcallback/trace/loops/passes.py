@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ class Training:
         new_batches: Makes the next batches, on the device.
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
+        reads: A sentence for each line of code that has read a value which a trace does not know.
         scaler: Scales the loss of a half-precision step; None for no scaling.
         num_updates: Updates of optimizers in manual optimization so far.
         makes_no_update: Whether manual optimization went on for long without one.
@@ -44,6 +45,7 @@ class Training:
     new_batches: Callable[[int], list[Any]]
     marks: TraceMarks
     device_type: str
+    reads: Iterable[str]
     scaler: torch.amp.GradScaler | None = None
     num_updates: int = 0
     makes_no_update: bool = False
@@ -70,7 +72,8 @@ class Training:
                 loss = self._parts.loss(self.losses[number], self.model, batch)
             if wrong := wrong_with_loss(loss, self.model, is_lightning=step.lightning is not None):
                 name = "loss" if len(self.losses) == 1 else f"loss[{number}]"
-                raise PredictionError(f"{'training_step' if step.lightning else name} {wrong}")
+                name = "training_step" if step.lightning else name
+                raise PredictionError(" ".join((f"{name} {wrong}", *self.reads)))
             # The undivided loss is let go within the phase.
             if step.lightning is not None:
                 loss = step.lightning.divided(loss, step.accumulate)

@@ -24,6 +24,7 @@ from memcallback.trace.dispatch.mode import CUDA, TraceMode
 from memcallback.trace.patches import autocast
 from memcallback.trace.patches.backward_order import BackwardNodes, backward_has_own_thread
 from memcallback.trace.patches.cuda_api import Streams, cuda_api_patches
+from memcallback.trace.patches.deterministic import deterministic_functions
 from memcallback.trace.patches.flex_attention import flex_attention_patches
 from memcallback.trace.patches.libraries import with_numbers_read
 from memcallback.trace.patches.patching import Patch, in_this_thread, patched
@@ -79,6 +80,7 @@ class CudaFunctions(TorchFunctionMode):
             tensor.is_meta.__get__: placement.is_on_meta,
             tensor.is_cuda.__get__: is_on_device,
             tensor.is_cpu.__get__: lambda tensor: not is_on_device(tensor),
+            **deterministic_functions(placement, self.user_code),
         }
 
     def __torch_function__(
