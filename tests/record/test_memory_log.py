@@ -233,6 +233,21 @@ def test_a_card_to_plan_for_bounds_the_suggestion(parts):
     assert CLASSES < log.report.advice.batch_size < 64 * 2**20 // (FEATURES * 4)
 
 
+def test_of_a_card_nothing_is_said_where_a_cpu_trains(parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+    with (
+        mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device="RTX 4060") as log,
+        recorder.watch(),
+    ):
+        train(*parts)
+    assert log.report.advice is None
+    assert log.report.device.capacity_bytes != 8 * 2**30
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch size" not in said.split("note")[0]
+    assert ", for NVIDIA" not in said
+    assert 'memcallback.suggest_batch_size(step, device="NVIDIA GeForce RTX 4060")' in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
