@@ -86,7 +86,7 @@ def _measured(report: Report, history: PeakHistory) -> str:
     if report.measured is None:
         return "No step was measured."
     text = f"Measured peak: {_peak(report.measured)}"
-    if report.device.capacity_bytes is not None:
+    if report.device.capacity_bytes is not None and peak_of(report.measured) is not None:
         text += f" of {brief_bytes(report.device.capacity_bytes)}"
     if report.prediction is not None and not report.measured.is_warm_up:
         text += f"; predicted: {_peak(report.prediction.step)}"
@@ -100,10 +100,14 @@ def _measured(report: Report, history: PeakHistory) -> str:
 
 
 def _peak(step: StepMemory) -> str:
-    allocated = f"{brief_bytes(step.peak_allocated_bytes or 0)} allocated"
-    if step.peak_reserved_bytes is None:
-        return allocated
-    return f"{brief_bytes(step.peak_reserved_bytes)} reserved ({allocated})"
+    """The peak that counts, in words, with the allocated one beside it."""
+    peak = peak_of(step)
+    if peak is None:
+        return "unknown"
+    text = f"{brief_bytes(peak[0])} {peak[1]}"
+    if peak[1] == "reserved" and step.peak_allocated_bytes is not None:
+        text += f" ({brief_bytes(step.peak_allocated_bytes)} allocated)"
+    return text
 
 
 def _curve(advice: BatchSizeAdvice) -> LineChart:
