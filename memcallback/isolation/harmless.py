@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memcallback.core.code_lines import own_line_here
+from memcallback.core.control_groups import group_memory
 from memcallback.core.errors import PredictionError
 from memcallback.core.units import GiB, MiB
 from memcallback.isolation.syscalls import forbid_syscalls
@@ -146,7 +147,9 @@ def _limit_memory() -> None:
     used = status.get("VmData")
     if used is None or available is None:
         return
-    limit = used + max(_LEAST_MEMORY_BYTES, _within_cgroup(available) // 2)
+    if (group := group_memory()) is not None:
+        available = min(available, group.left_bytes)
+    limit = used + max(_LEAST_MEMORY_BYTES, available // 2)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -160,16 +163,6 @@ def _sizes(path: str) -> dict[str, int]:
     except OSError:
         return {}
     return {name: int(size) * 1024 for name, size in lines}
-
-
-def _within_cgroup(available: int) -> int:
-    """The free memory, or what is left of a container's limit if that is less."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = int((folder / "memory.max").read_text())
-        return min(available, max(0, limit - int((folder / "memory.current").read_text())))
-    except (OSError, ValueError):
-        return available
 
 
 def _close_descriptors(keep: Collection[int]) -> None:
