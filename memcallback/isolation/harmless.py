@@ -171,12 +171,13 @@ def _close_descriptors(keep: Collection[int]) -> None:
     They stay open: a number that is free would be given to the next file.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in keep and descriptor != null:
             with suppress(OSError):  # the one that listed the folder
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=False)
+    for stream in {0, 1, 2} - {null}:  # the program may have closed some
+        os.dup2(null, stream, inheritable=False)
     sys.stdin = os.fdopen(0, closefd=False)
     # A notebook's streams send what they get through a thread that is not here.
     sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import select
@@ -136,9 +137,9 @@ class Isolated(Generic[T]):
         # A handler of the training's must not run in the child, which sets them all aside first.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            ours.append(_unnamed_file())
+            ours.append(_above_streams(_unnamed_file()))
             for _ in range(2):
-                reading, writing = os.pipe()
+                reading, writing = map(_above_streams, os.pipe())
                 ours.append(reading)
                 theirs.append(writing)
                 os.set_blocking(reading, False)
@@ -336,6 +337,16 @@ def _unnamed_file() -> int:
         return os.memfd_create("memcallback")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _above_streams(descriptor: int) -> int:
+    """The same file, never under the number of a standard stream that the program has closed."""
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 def _fork() -> int:
