@@ -333,7 +333,7 @@ class Isolated(Generic[T]):
 
 def _unnamed_file() -> int:
     """A file that ends with the last process that has it open."""
-    if hasattr(os, "memfd_create"):  # some builds of Python lack it
+    with suppress(AttributeError, OSError):  # some builds of Python lack it, some kernels refuse it
         return os.memfd_create("memcallback")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
