@@ -22,7 +22,7 @@ _UNITS = {
     "gib": GiB,
     "tib": 1 << 40,
 }
-_SIZE = re.compile(r"\s*(-?)\s*(\d+(?:[_,]\d+)*(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(-?)\s*((?:\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -66,7 +66,8 @@ def brief_bytes(num_bytes: int) -> str:
 def parse_bytes(text: str | int) -> int:
     """Read a size such as `24GiB`, `24 GB`, `512 MiB`, `1_000` or 1000 as bytes.
 
-    Units are not guessed: MB is 10**6 bytes, MiB is 2**20. Upper and lower case are alike.
+    Units are not guessed: MB is 10**6 bytes, MiB is 2**20. Upper and lower case are alike. A comma
+    separates thousands, as in `1,000 MB`; a fraction has a point, as in `1.5GiB`.
 
     Args:
         text: A size with or without a unit; an integer is bytes already.
@@ -89,6 +90,7 @@ def parse_bytes(text: str | int) -> int:
         raise ValueError(
             f"{text!r} is not a size. Write a number and a unit of B, KB, MB, GB, TB, KiB, MiB, "
             "GiB or TiB, such as '24GiB'."
+            + (" A comma separates thousands; a fraction has a point." if "," in text else "")
         )
     if match[1]:
         raise ValueError(_negative(text))

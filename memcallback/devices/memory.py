@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memcallback.core.control_groups import group_memory
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.units import KiB
 from memcallback.devices.nvml import chip_state, handle_of, initialised, reason_of, used_bytes
@@ -112,7 +113,7 @@ def reset_peak_resident() -> None:
 
 
 def cpu_memory() -> DeviceMemory:
-    """Read the machine's memory; its capacity is physical memory or the cgroup's smaller limit."""
+    """Read the machine's memory, or that of a container with a smaller limit."""
     resident, _ = resident_bytes()
     try:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -121,22 +122,22 @@ def cpu_memory() -> DeviceMemory:
             this_process_bytes=resident,
             unavailable="the operating system does not report how much memory it has",
         )
-    try:
-        limit = int(_read("/sys/fs/cgroup/memory.max"))
-    except (OSError, ValueError):
-        limit = physical
-    found = None
-    with suppress(OSError):
-        found = _AVAILABLE.search(_read("/proc/meminfo"))
-    if found is None:
+    capacity, used = physical, None
+    group = group_memory()
+    if group is not None and group.limit_bytes < physical:
+        capacity, used = group.limit_bytes, min(group.used_bytes, group.limit_bytes)
+    else:
+        with suppress(OSError):
+            if found := _AVAILABLE.search(_read("/proc/meminfo")):
+                used = max(0, physical - int(found[1]) * KiB)
+    if used is None:
         return DeviceMemory(
-            capacity_bytes=min(physical, limit),
+            capacity_bytes=capacity,
             this_process_bytes=resident,
             unavailable="/proc/meminfo cannot be read",
         )
-    used = physical - int(found[1]) * KiB
     return DeviceMemory(
-        capacity_bytes=min(physical, limit),
+        capacity_bytes=capacity,
         used_bytes=used,
         this_process_bytes=resident,
         other_processes_bytes=max(0, used - resident) if resident is not None else None,

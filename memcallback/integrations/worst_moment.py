@@ -12,12 +12,11 @@ def note_worst_moment(
     monitor: Monitor,
     training: Prediction,
     validation: Prediction,
-    capacity_bytes: int | None,
     name: str = "validation",
 ) -> None:
     """Say in the report which part of a run needs most; warn if the validation does not fit."""
     monitor.notes = (*monitor.notes, _worst_moment(training, validation, name))
-    if reason := _shortage(validation, capacity_bytes, name):
+    if reason := _shortage(validation, monitor.capacity_bytes, name):
         monitor.notes = (*monitor.notes, reason)
         warn_and_go_on(reason)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from memcallback.core.code_lines import own_line_here
+from memcallback.core.control_groups import group_memory
 from memcallback.core.errors import PredictionError
 from memcallback.core.units import GiB, MiB
 from memcallback.isolation.syscalls import forbid_syscalls
@@ -146,7 +147,9 @@ def _limit_memory() -> None:
     used = status.get("VmData")
     if used is None or available is None:
         return
-    limit = used + max(_LEAST_MEMORY_BYTES, _within_cgroup(available) // 2)
+    if (group := group_memory()) is not None:
+        available = min(available, group.left_bytes)
+    limit = used + max(_LEAST_MEMORY_BYTES, available // 2)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
@@ -162,28 +165,19 @@ def _sizes(path: str) -> dict[str, int]:
     return {name: int(size) * 1024 for name, size in lines}
 
 
-def _within_cgroup(available: int) -> int:
-    """The free memory, or what is left of a container's limit if that is less."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = int((folder / "memory.max").read_text())
-        return min(available, max(0, limit - int((folder / "memory.current").read_text())))
-    except (OSError, ValueError):
-        return available
-
-
 def _close_descriptors(keep: Collection[int]) -> None:
     """Point every descriptor but some to /dev/null.
 
     They stay open: a number that is free would be given to the next file.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in keep and descriptor != null:
             with suppress(OSError):  # the one that listed the folder
                 os.fstat(descriptor)
                 os.dup2(null, descriptor, inheritable=False)
+    for stream in {0, 1, 2} - {null}:  # the program may have closed some
+        os.dup2(null, stream, inheritable=False)
     sys.stdin = os.fdopen(0, closefd=False)
     # A notebook's streams send what they get through a thread that is not here.
     sys.stdout = sys.stderr = os.fdopen(1, "w", closefd=False)

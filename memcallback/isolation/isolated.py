@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import select
@@ -33,8 +34,9 @@ TIMEOUT_S = 600.0
 _LONGEST_S = 30 * 24 * 3600
 #: How often someone who waits is told so.
 TICK_S = 2.0
-#: How long a child may take to say that it has begun; it takes milliseconds.
-_BEGIN_S = 10.0
+#: How long a child may take to say that it has begun; it takes milliseconds. In the background a
+#: training waits for it.
+_BEGIN_S, _BEGIN_IN_BACKGROUND_S = 10.0, 3.0
 #: How long a killed computation has to say which line was running.
 _LAST_WORDS_S = 2.0
 _LAST_MOMENT_MS = 50
@@ -121,10 +123,17 @@ class Isolated(Generic[T]):
                 self._first_message()
 
     def _first_message(self) -> str:
-        """Whether autograd runs in the child: `begun` or `refused`; empty if it has died."""
+        """Whether autograd runs in the child: `begun` or `refused`; empty if it has ended."""
+        limit_s = _BEGIN_IN_BACKGROUND_S if self._is_background else _BEGIN_S
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        poll.poll(1000 * _BEGIN_S)
+        if not poll.poll(1000 * limit_s):
+            text = (
+                f"The prediction's process did not begin within {limit_s:g} s. It may wait for a "
+                f"lock that another thread held as it was forked. {_ISOLATE_FALSE}"
+            )
+            self._finish(PredictionError(text))
+            return ""
         message = self._reader.next()
         return "" if message is None else message[0]
 
@@ -136,9 +145,9 @@ class Isolated(Generic[T]):
         # A handler of the training's must not run in the child, which sets them all aside first.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            ours.append(_unnamed_file())
+            ours.append(_above_streams(_unnamed_file()))
             for _ in range(2):
-                reading, writing = os.pipe()
+                reading, writing = map(_above_streams, os.pipe())
                 ours.append(reading)
                 theirs.append(writing)
                 os.set_blocking(reading, False)
@@ -332,10 +341,20 @@ class Isolated(Generic[T]):
 
 def _unnamed_file() -> int:
     """A file that ends with the last process that has it open."""
-    if hasattr(os, "memfd_create"):  # some builds of Python lack it
+    with suppress(AttributeError, OSError):  # some builds of Python lack it, some kernels refuse it
         return os.memfd_create("memcallback")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _above_streams(descriptor: int) -> int:
+    """The same file, never under the number of a standard stream that the program has closed."""
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 def _fork() -> int:

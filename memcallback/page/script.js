@@ -1,13 +1,14 @@
 "use strict";
 (() => {
   const tip = document.getElementById("tip");
-  const units = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+  const units = [["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30]];
 
+  // As brief_bytes() writes it in the rest of the page.
   const size = (bytes) => {
-    for (const [name, unit] of units) {
-      if (Math.abs(bytes) >= unit) return (bytes / unit).toPrecision(Math.abs(bytes) >= 1000 * unit ? 4 : 3) + " " + name;
-    }
-    return bytes + " B";
+    if (bytes < 1000) return bytes + " bytes";
+    const [name, unit] = units.find(([, one]) => bytes < 999.5 * one) ?? units.at(-1);
+    const number = bytes / unit;
+    return number.toFixed(number < 9.995 ? 2 : number < 99.95 ? 1 : 0) + " " + name;
   };
 
   const show = (text, x, y) => {

@@ -52,7 +52,8 @@ class MemoryLog:
             `s3://bucket/runs`; None for no run.
         log_every_n_steps: Optimizer updates from one point to the next, at least 1.
         device: The memory to suggest a batch size for: a card by name, or a size, as for
-            `memcallback.predict`; by default that of the device that trains.
+            `memcallback.predict`; by default that of the device that trains. Where a CPU trains,
+            give a size, which is how much of its memory counts: for a card nothing is suggested.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         warnings: Whether to warn of unhealthy memory (see `MemoryCallback`).

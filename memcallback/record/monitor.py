@@ -14,7 +14,6 @@ from memcallback.batch_size.bounds import DEFAULT_BOUNDS, BatchSizeBounds
 from memcallback.core.errors import warn_and_go_on
 from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.step_memory import DeviceMemory, StepMemory
-from memcallback.devices.catalogue import CATALOGUE
 from memcallback.devices.memory import device_memory
 from memcallback.diagnose.health.growth import Progress
 from memcallback.prediction.predict_or_warn import (
@@ -68,6 +67,8 @@ class Monitor:
         report: The last report; None before the first.
         out_of_memory: The report on the out-of-memory error that ended the training; None if none
             did.
+        capacity_bytes: The memory to suggest a batch size for; None for that of the device that
+            trains.
         at_start: What the allocator has as the training begins; None where nothing is predicted,
             and once the prediction has begun.
         publisher: What prints and logs; the callbacks use it for what is theirs alone.
@@ -86,10 +87,8 @@ class Monitor:
         bounds: BatchSizeBounds = DEFAULT_BOUNDS,
         complete: Callable[[Report], Report] = lambda report: report,
     ) -> None:
-        target = settings.target
-        # Of a card by name the caveats say which one was meant; its architecture is nothing here.
-        is_named = target is not None and any(target.name == card.name for card in CATALOGUE)
-        self.notes: tuple[str, ...] = target.caveats if target and is_named else ()
+        device = recorder.meter.device
+        self.notes: tuple[str, ...] = settings.notes_on(device)
         self.report: Report | None = None
         self.out_of_memory: OutOfMemoryReport | None = None
         self.publisher = Publisher(
@@ -105,8 +104,9 @@ class Monitor:
         self._bounds = bounds
         self._complete = complete
         self._ranks = RankLog(self.publisher)
+        self.capacity_bytes = settings.capacity_bytes_on(device)
         self._points = PointLog(
-            recorder, self.publisher, self._ranks, capacity_bytes=settings.capacity_bytes
+            recorder, self.publisher, self._ranks, capacity_bytes=self.capacity_bytes
         )
         self._prediction: StepPrediction | None = None
         #: The prediction that is being made, and what to do when it is there.
@@ -114,7 +114,6 @@ class Monitor:
         self._patience_s = PATIENCE_S
         self._on_predicted: OnPredicted | None = None
         self._peaks = PeakHistory()
-        device = recorder.meter.device
         self.at_start = AllocatorAtStart(recorder) if settings.predict else None
         self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
@@ -166,7 +165,7 @@ class Monitor:
                     make,
                     device=device,
                     device_name=device_name,
-                    capacity_bytes=settings.capacity_bytes,
+                    capacity_bytes=self.capacity_bytes,
                     say=say,
                     without=settings.without_prediction,
                     make_simpler=make_simpler,
@@ -227,8 +226,9 @@ class Monitor:
         self.publisher.say(text, level=BRIEF if self._is_waited_for else FULL)
 
     def _setup_of(self, step: TrainingStep | None) -> Setup:
+        target = self._settings.target_on(self._recorder.meter.device)
         models, optimizers = self._recorder.models, self._recorder.optimizers
-        return setup_of(models, optimizers, step, target=self._settings.target)
+        return setup_of(models, optimizers, step, target=target)
 
     def on_step(
         self,
@@ -380,13 +380,15 @@ class Monitor:
         report = self._recorder.report(
             self._prediction,
             device=device,
-            capacity_bytes=self._settings.capacity_bytes,
+            capacity_bytes=self.capacity_bytes,
             headroom=self._settings.headroom,
             bounds=self._bounds,
             notes=(*self.notes, *self._warnings()),
         )
         if not self._setup.model:  # a recorder may get its model after a log was made
             self._setup = self._setup_of(None)
+        if self._settings.is_unanswerable(self._recorder.meter.device):
+            report = replace(report, advice=None)
         report = replace(report, ranks=self._ranks.steady, setup=self._setup)
         self.report = report = self._complete(report)
         return report

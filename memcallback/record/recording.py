@@ -168,5 +168,5 @@ class Recording:
             return device.non_pytorch_bytes
         peak_bytes = self.largest.peak_allocated_bytes if self.largest else None
         if peak_bytes is None or device.used_bytes is None:
-            return None
+            return device.other_processes_bytes
         return max(0, device.used_bytes - peak_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.units import brief_bytes
-from memcallback.report.deviation import Deviation
+from memcallback.report.deviation import Deviation, is_compared
 from memcallback.report.rank_values import RankValues
 from memcallback.report.report import Report
 from memcallback.report.styled import Letters, Line, Part, Style, labelled
@@ -44,7 +44,7 @@ def closing_lines(
     if first is not None and peak is not None and not changes:
         parts.append("constant")
     deviation = last.deviation
-    if last.prediction is not None and ending.largest is not None:
+    if is_compared(last.prediction, last.measured):
         parts.append(_agreement(deviation))
     if ending.num_alloc_retries is not None:
         number = ending.num_alloc_retries

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from memcallback.core.step_memory import StepMemory, error_pct
-from memcallback.core.types import Category
+from memcallback.core.step_memory import PhaseMemory, StepMemory, error_pct
+from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB, brief_bytes, format_bytes
 from memcallback.prediction.comparison import differences
 from memcallback.prediction.prediction import Prediction, StepPrediction
@@ -81,13 +81,7 @@ def largest_deviation(
     says that DistributedDataParallel holds buckets, which a CPU does not measure; `may_keep_batch`
     that the loop may keep a batch, which the prediction does not.
     """
-    if (
-        prediction is None
-        or measured is None
-        or measured.is_warm_up
-        or measured.is_interrupted
-        or measured.batch_size != prediction.batch_size
-    ):
+    if prediction is None or measured is None or not _are_alike(prediction, measured):
         return None
     largest = _largest(_of_peaks(prediction, measured))
     if largest is None:
@@ -97,6 +91,34 @@ def largest_deviation(
     if largest.where == _RESERVED and may_keep_batch:
         largest = _explained_by_batch(largest, prediction.step)
     return _explained_by_buckets(largest, prediction.step) if has_buckets else largest
+
+
+def is_compared(prediction: StepPrediction | None, measured: StepMemory | None) -> bool:
+    """Whether at least one peak of a step is known both as predicted and as measured."""
+    if prediction is None or measured is None or not _are_alike(prediction, measured):
+        return False
+    predicted = prediction.step
+    are_reserved = None not in (predicted.peak_reserved_bytes, measured.peak_reserved_bytes)
+    return are_reserved or any(_pairs(predicted, measured))
+
+
+def _are_alike(prediction: StepPrediction, measured: StepMemory) -> bool:
+    """Whether the prediction is one of such a step."""
+    is_steady = not (measured.is_warm_up or measured.is_interrupted)
+    return is_steady and measured.batch_size == prediction.batch_size
+
+
+def _pairs(
+    predicted: StepMemory, measured: StepMemory
+) -> Iterator[tuple[Phase, PhaseMemory, int, int]]:
+    """The phases whose peaks are both known: as predicted, with both peaks."""
+    for phase, ours in predicted.phases.items():
+        theirs = measured.phases.get(phase)
+        if theirs is None or theirs.covers != ours.covers:
+            continue
+        high, real = ours.peak_allocated_bytes, theirs.peak_allocated_bytes
+        if high is not None and real is not None:
+            yield phase, ours, high, real
 
 
 def _largest(deviations: Iterable[Deviation]) -> Deviation | None:
@@ -116,12 +138,8 @@ def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Devi
         difference.where: _carried(difference.carrier)
         for difference in differences(predicted, measured)
     }
-    for phase, ours in predicted.phases.items():
-        theirs = measured.phases.get(phase)
-        if theirs is None or theirs.covers != ours.covers:
-            continue
-        high, real = ours.peak_allocated_bytes, theirs.peak_allocated_bytes
-        if high is None or real is None or (ours.low_bytes or high) <= real <= high:
+    for phase, ours, high, real in _pairs(predicted, measured):
+        if (ours.low_bytes or high) <= real <= high:
             continue
         reason = reasons.get(f"peak allocated in {phase.label}", "")
         if not reason and predicted.peak_reserved_bytes is None and real > high:
@@ -132,12 +150,12 @@ def _of_peaks(prediction: StepPrediction, measured: StepMemory) -> Iterator[Devi
             measured_bytes=real,
             reason=reason,
         )
-    reserved, real = predicted.peak_reserved_bytes, measured.peak_reserved_bytes
-    if reserved is not None and real is not None:
+    reserved, real_reserved = predicted.peak_reserved_bytes, measured.peak_reserved_bytes
+    if reserved is not None and real_reserved is not None:
         yield Deviation(
             where=_RESERVED,
             predicted_bytes=reserved,
-            measured_bytes=real,
+            measured_bytes=real_reserved,
             reason=reasons.get("peak reserved", ""),
         )
 

@@ -25,9 +25,11 @@ def training_page(
 ) -> Page:
     """The measured peaks beside the prediction, the peaks of all steps, savings, the report.
 
-    Warnings come first, and with them the peaks of all steps, which show since when.
+    Warnings come first, and with them the peaks of all steps, which show since when. For another
+    device than the one that trains, the verdict on it comes next.
     """
-    verdict = [*warnings, _measured(report, history)]
+    on_target = [report.verdict.sentence()] if report.setup.target else []
+    verdict = [*warnings, *on_target, _measured(report, history)]
     verdict += [note for note in report.notes if note not in warnings]
     if report.advice is not None:
         verdict.append(report.advice.sentence())
@@ -35,8 +37,7 @@ def training_page(
     if warnings:
         # The first sentence says what is wrong, and stands out.
         page = replace(page, verdict=(*_first_and_rest(page.verdict[0]), *page.verdict[1:]))
-    # What was measured has run, so it fits.
-    is_good = not warnings if report.measured is not None else None
+    is_good = False if warnings else report.verdict.fits
     peaks = list(_peaks(report, history))
     sections = [*peaks, *page.sections] if warnings else [*page.sections, *peaks]
     full = Section(title="The report in full", parts=[report.document()], is_folded=True)
@@ -86,7 +87,8 @@ def _measured(report: Report, history: PeakHistory) -> str:
     if report.measured is None:
         return "No step was measured."
     text = f"Measured peak: {_peak(report.measured)}"
-    if report.device.capacity_bytes is not None:
+    is_share_known = peak_of(report.measured) is not None and not report.setup.target
+    if report.device.capacity_bytes is not None and is_share_known:
         text += f" of {brief_bytes(report.device.capacity_bytes)}"
     if report.prediction is not None and not report.measured.is_warm_up:
         text += f"; predicted: {_peak(report.prediction.step)}"
@@ -100,10 +102,14 @@ def _measured(report: Report, history: PeakHistory) -> str:
 
 
 def _peak(step: StepMemory) -> str:
-    allocated = f"{brief_bytes(step.peak_allocated_bytes or 0)} allocated"
-    if step.peak_reserved_bytes is None:
-        return allocated
-    return f"{brief_bytes(step.peak_reserved_bytes)} reserved ({allocated})"
+    """The peak that counts, in words, with the allocated one beside it."""
+    peak = peak_of(step)
+    if peak is None:
+        return "unknown"
+    text = f"{brief_bytes(peak[0])} {peak[1]}"
+    if peak[1] == "reserved" and step.peak_allocated_bytes is not None:
+        text += f" ({brief_bytes(step.peak_allocated_bytes)} allocated)"
+    return text
 
 
 def _curve(advice: BatchSizeAdvice) -> LineChart:

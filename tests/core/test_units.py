@@ -43,6 +43,7 @@ def test_bytes_are_written_as_in_pytorchs_oom_message(num_bytes, text):
         ("512", 512),
         ("1_000kb", 10**6),
         ("1,000 mb", 10**9),
+        ("12,345,678.5", 12_345_678),
         ("3 TB", 3 * 10**12),
         ("2 KiB", 2048),
         ("2TiB", 2 << 40),
@@ -63,6 +64,14 @@ def test_what_is_not_a_size_is_refused_with_the_way_out(text):
     with pytest.raises(
         ValueError, match=r"is not a size. Write a number and a unit .* such as '24GiB'"
     ):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1,5GiB", "12,34 MiB", "1,0000", "1234,567", "1,000_000", "1.5,5"]
+)
+def test_a_comma_that_separates_no_thousands_is_refused(text):
+    with pytest.raises(ValueError, match=r"is not a size\..* A comma separates .* has a point\."):
         parse_bytes(text)
 
 

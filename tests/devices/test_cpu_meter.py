@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from memcallback.core.control_groups import GroupMemory
 from memcallback.core.errors import MemoryWarning
 from memcallback.core.types import Category
 from memcallback.core.units import KiB, MiB
@@ -167,3 +168,13 @@ def test_the_machines_memory_has_a_capacity_and_this_process_is_within_it():
     assert 0 < resident <= memory.capacity_bytes
     assert peak >= resident - MiB
     assert memory.used_bytes > 0
+
+
+@pytest.mark.parametrize("used_bytes", [10 * MiB, 3000 * MiB])
+def test_of_a_container_with_a_limit_capacity_and_use_are_its_own(monkeypatch, used_bytes):
+    group = GroupMemory(limit_bytes=2000 * MiB, used_bytes=used_bytes)
+    monkeypatch.setattr("memcallback.devices.memory.group_memory", lambda: group)
+    memory = cpu_memory()
+    assert memory.capacity_bytes == 2000 * MiB
+    assert memory.used_bytes == min(used_bytes, 2000 * MiB)
+    assert memory.other_processes_bytes <= memory.used_bytes

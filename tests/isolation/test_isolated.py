@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch.distributed import c10d_logger
 
+from memcallback.core.control_groups import GroupMemory
 from memcallback.core.errors import MemoryWarning, PredictionError
 from memcallback.core.units import MiB
 from memcallback.isolation.isolated import Isolated, can_isolate, run_isolated
@@ -187,7 +188,8 @@ def test_a_crash_is_an_error():
 
 
 def test_memory_is_limited(monkeypatch):
-    monkeypatch.setattr("memcallback.isolation.harmless._within_cgroup", lambda available: 0)
+    nothing_left = GroupMemory(limit_bytes=MiB, used_bytes=2 * MiB)
+    monkeypatch.setattr("memcallback.isolation.harmless.group_memory", lambda: nothing_left)
     held = []
     text = outcome(lambda: [held.append(np.ones(MiB)) for _ in range(10_000)])
     assert text.startswith(("MemoryError", "_ArrayMemoryError", "numpy"))

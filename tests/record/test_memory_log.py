@@ -237,6 +237,40 @@ def test_a_card_to_plan_for_bounds_the_suggestion(parts):
     assert CLASSES < log.report.advice.batch_size < 64 * 2**20 // (FEATURES * 4)
 
 
+def test_of_a_card_nothing_is_said_where_a_cpu_trains(parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+    with (
+        mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device="RTX 4060") as log,
+        recorder.watch(),
+    ):
+        train(*parts)
+    assert log.report.advice is None
+    assert log.report.device.capacity_bytes != 8 * 2**30
+    said = " ".join(capsys.readouterr().out.split())
+    assert "batch size" not in said.split("note")[0]
+    assert ", for NVIDIA" not in said
+    assert 'memcallback.suggest_batch_size(step, device="NVIDIA GeForce RTX 4060")' in said
+
+
+@pytest.mark.filterwarnings("ignore:A profile of PyTorch is running")
+def test_under_a_profile_of_the_users_nothing_unknown_is_shown_as_0_or_as_predicted(
+    tmp_path, parts, capsys
+):
+    recorder = mc.MemoryRecorder(*parts)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        log = mc.MemoryLog(recorder, step_of(*parts), log_dir=tmp_path, wait_for_prediction=True)
+        with log, recorder.watch():
+            train(*parts)
+    assert log.report.measured.peak_allocated_bytes is None
+    assert log.report.advice.outside_bytes == log.report.device.other_processes_bytes
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert closing.startswith("memcallback: 6 steps, peak ")
+    assert "as predicted" not in closing
+    page = (tmp_path / "version_0" / "memory.html").read_text()
+    assert "Measured peak: 0 bytes" not in page
+    assert re.search(r"Measured peak: [\d.]+ [MG]iB resident", page)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [

@@ -3,6 +3,7 @@
 import random
 
 import matplotlib
+import matplotlib.style
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from memcallback.batch_size.estimate import suggest
 from memcallback.core.module_table import ModuleTable
 from memcallback.report.plots.at_peak import at_peak
 from memcallback.report.plots.batch_size import batch_size_curve
+from memcallback.report.plots.canvas import Canvas
 from memcallback.report.plots.modules import module_icicle
 from memcallback.report.plots.step import boundaries, timeline
 from memcallback.report.plots.what_if import what_if_bars
@@ -133,3 +135,17 @@ def test_a_programs_own_settings_figures_and_random_numbers_stay(draw, request):
     before = state()
     draw(request)
     assert state() == before
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_a_picture_is_the_same_whatever_style_a_program_has_set(draw, request):
+    expected = draw(request)
+    with matplotlib.style.context("dark_background"):
+        matplotlib.rcParams.update({"text.usetex": True, "font.family": "serif"})
+        matplotlib.rcParams.update({"axes.grid": True, "axes.formatter.use_mathtext": True})
+        picture = draw(request)
+    assert (picture == expected).all()
+
+
+def test_names_with_dollars_are_no_formulas():
+    assert Canvas(r"layer $\wrong{$").pixels().std() > 0

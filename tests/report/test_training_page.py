@@ -7,11 +7,13 @@ from memcallback.batch_size.estimate import suggest
 from memcallback.core.step_memory import DeviceMemory
 from memcallback.core.units import brief_bytes
 from memcallback.report.history import PeakHistory
-from memcallback.report.report import Report
+from memcallback.report.report import UNKNOWN_SETUP, Report, Setup
 from memcallback.report.training_page import training_page
 
 
-def made(advice=None, *, batch_sizes=(16, 16, 16), **options):
+def made(
+    advice=None, *, batch_sizes=(16, 16, 16), capacity_bytes=2**30, setup=UNKNOWN_SETUP, **options
+):
     predicted = traced(16)
     measured = predicted.step
     history = PeakHistory()
@@ -20,9 +22,10 @@ def made(advice=None, *, batch_sizes=(16, 16, 16), **options):
     report = Report(
         measured=measured,
         prediction=predicted,
-        device=DeviceMemory(),
+        device=DeviceMemory(capacity_bytes=capacity_bytes),
         advice=advice,
         notes=("Memory grows from step to step.",),
+        setup=setup,
     )
     return training_page(report, history, **options)
 
@@ -32,6 +35,20 @@ def test_a_healthy_training_begins_with_its_peak_and_is_good():
     assert page.verdict[0].startswith("Measured peak: ")
     assert page.is_good
     assert page.sections[0].title == "One training step"
+
+
+def test_a_step_that_does_not_fit_another_device_is_not_good_and_the_page_begins_with_that():
+    page = made(capacity_bytes=2**20, setup=Setup(target="a small card"))
+    assert page.is_good is False
+    assert page.verdict[0].startswith("DOES NOT FIT: measured peak ")
+    assert page.verdict[0].endswith(" of 1.00 MiB.")
+    (measured,) = (line for line in page.verdict if line.startswith("Measured peak: "))
+    assert "1.00 MiB" not in measured
+    assert made(setup=Setup(target="a large card")).is_good is True
+
+
+def test_whether_a_step_fits_a_device_of_unknown_size_is_unknown():
+    assert made(capacity_bytes=None).is_good is None
 
 
 def test_the_largest_step_of_the_run_is_told_beside_a_smaller_one():

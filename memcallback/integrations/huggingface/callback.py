@@ -80,7 +80,8 @@ class MemoryTrainerCallback(TrainerCallback):
         batch_size: Samples in a batch of this process; by default inferred from the model's
             inputs.
         device: The memory to suggest a batch size for: a card by name, or a size, as for
-            `memcallback.predict`; by default that of the device that trains.
+            `memcallback.predict`; by default that of the device that trains. Where a CPU trains,
+            give a size, which is how much of its memory counts: for a card nothing is suggested.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         predict: Whether to predict the step.
@@ -267,9 +268,7 @@ class MemoryTrainerCallback(TrainerCallback):
         monitor = self._monitor
         if monitor is None or evaluation is None or not isinstance(prediction, Prediction):
             return
-        note_worst_moment(
-            monitor, prediction, evaluation, self._settings.capacity_bytes, "evaluation"
-        )
+        note_worst_moment(monitor, prediction, evaluation, "evaluation")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which update comes."""

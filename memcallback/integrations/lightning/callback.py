@@ -89,7 +89,8 @@ class MemoryCallback(Callback):
     Args:
         batch_size: Samples in a batch; by default inferred from it.
         device: The memory to suggest a batch size for: a card by name, or a size, as for
-            `memcallback.predict`; by default that of the device that trains.
+            `memcallback.predict`; by default that of the device that trains. Where a CPU trains,
+            give a size, which is how much of its memory counts: for a card nothing is suggested.
         headroom: The fraction of the capacity that a suggested batch size leaves free, at least 0
             and below 1.
         predict: Whether to predict the step.
@@ -284,7 +285,8 @@ class MemoryCallback(Callback):
 
         self.fitted = None
         settings = FitSettings(
-            capacity_bytes=self._settings.capacity_bytes, headroom=self._settings.headroom
+            capacity_bytes=self._settings.capacity_bytes_on(trainer.strategy.root_device),
+            headroom=self._settings.headroom,
         )
         self.fitted = fit_in_place(trainer, pl_module, settings, self._console(pl_module))
 
@@ -343,9 +345,7 @@ class MemoryCallback(Callback):
         if self._monitor is None:
             return
         if self.validation is not None and isinstance(prediction, Prediction):
-            note_worst_moment(
-                self._monitor, prediction, self.validation, self._settings.capacity_bytes
-            )
+            note_worst_moment(self._monitor, prediction, self.validation)
         if self.plan is not None:
             self._monitor.publisher.plan(self.plan, step_number(trainer))
 

@@ -1,7 +1,7 @@
 """Canvas: the size, letters and colours that all pictures share.
 
-Drawn without pyplot and without rcParams, so that a program's own figures, settings and backend
-stay as they are.
+Drawn without pyplot, so that a program's own figures and backend stay as they are. Colours and
+letters are set here, so that the program's rcParams, which stay as they are, change none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: Inches at 100 dots each.
 _SIZE, _DPI = (6.4, 4.0), 100
+#: It comes with matplotlib.
+_FONT = "DejaVu Sans"
 #: Points.
 LETTERS, SMALL_LETTERS = 14, 12
 #: As on the page.
@@ -42,12 +44,14 @@ class Canvas:
     def __init__(self, title: str) -> None:
         from matplotlib.figure import Figure
 
-        self.figure: Any = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
-        self.axes: Any = self.figure.add_subplot()
+        self.figure: Any = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained", facecolor="white")
+        self.axes: Any = self.figure.add_subplot(facecolor="white")
+        self.axes.grid(visible=False)
+        self.axes.yaxis.set_major_formatter(lambda size, _: f"{size:g}")
         self.axes.set_title(title, fontsize=LETTERS, color=TEXT_COLOUR, loc="left")
         self.axes.tick_params(labelsize=SMALL_LETTERS, colors=FAINT_COLOUR)
-        for side in ("top", "right"):
-            self.axes.spines[side].set_visible(False)
+        for side, spine in self.axes.spines.items():
+            spine.set(visible=side in ("left", "bottom"), color="black")
 
     def set_heights(self, highest: int, capacity_bytes: int | None, *, above: float = 1.0) -> int:
         """The vertical axis for sizes up to one, so many times as high; returns its unit.
@@ -69,6 +73,8 @@ class Canvas:
             loc=place,
             ncols=num_columns,
             fontsize=SMALL_LETTERS,
+            labelcolor=TEXT_COLOUR,
+            facecolor="white",
             framealpha=0.85,
             edgecolor="none",
             handlelength=1.2,
@@ -82,7 +88,10 @@ class Canvas:
         """The picture, of shape (height, width, 3)."""
         import numpy as np
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.text import Text
 
+        for text in self.figure.findobj(Text):
+            text.set(usetex=False, parse_math=False, fontfamily=_FONT)
         canvas: Any = FigureCanvasAgg(self.figure)
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

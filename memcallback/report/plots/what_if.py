@@ -37,7 +37,15 @@ def what_if_bars(plan: Plan) -> npt.NDArray[np.uint8]:
     for group in SavingGroup:
         rows = [row for row in shown if row.group == group]
         if rows:
-            axes.text(0, place, group.value, va="center", fontsize=SMALL_LETTERS, weight="bold")
+            axes.text(
+                0,
+                place,
+                group.value,
+                va="center",
+                fontsize=SMALL_LETTERS,
+                color=TEXT_COLOUR,
+                weight="bold",
+            )
             place += 1
         for row in rows:
             _bar(axes, place, row.peak_bytes or 0, longest, GOOD_COLOUR, _text_of(plan, row))

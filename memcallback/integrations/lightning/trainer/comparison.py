@@ -55,7 +55,7 @@ def comparer(
     target: Device | None = None
     if tries_savings:
         try:
-            target = _device_to_compare_on(device, settings.capacity_bytes)
+            target = _device_to_compare_on(device, settings.capacity_bytes_on(device))
         except Exception as error:  # drivers fail in many ways, and training goes on
             _warn_not_compared(error)
     memory = None if target is None else local_memory(target)
