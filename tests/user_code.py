@@ -1675,6 +1675,7 @@ def run(make_step, device, at_boundary, num_windows=2):
         new_batches=lambda number: [marks.new_batch() for _ in range(number)],
         marks=marks,
         device_type=device,
+        reads=(),
     )
     for _ in range(num_windows):
         run_window(training)
