@@ -34,9 +34,8 @@ TIMEOUT_S = 600.0
 _LONGEST_S = 30 * 24 * 3600
 #: How often someone who waits is told so.
 TICK_S = 2.0
-#: How long a child may take to say that it has begun; it takes milliseconds. In the background a
-#: training waits for it.
-_BEGIN_S, _BEGIN_IN_BACKGROUND_S = 10.0, 3.0
+#: How long a child may take to say that it has begun; it takes milliseconds where cores are free.
+_BEGIN_S = 10.0
 #: How long a killed computation has to say which line was running.
 _LAST_WORDS_S = 2.0
 _LAST_MOMENT_MS = 50
@@ -124,12 +123,11 @@ class Isolated(Generic[T]):
 
     def _first_message(self) -> str:
         """Whether autograd runs in the child: `begun` or `refused`; empty if it has ended."""
-        limit_s = _BEGIN_IN_BACKGROUND_S if self._is_background else _BEGIN_S
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        if not poll.poll(1000 * limit_s):
+        if not poll.poll(1000 * _BEGIN_S):
             text = (
-                f"The prediction's process did not begin within {limit_s:g} s. It may wait for a "
+                f"The prediction's process did not begin within {_BEGIN_S:g} s. It may wait for a "
                 f"lock that another thread held as it was forked. {_ISOLATE_FALSE}"
             )
             self._finish(PredictionError(text))
