@@ -359,13 +359,13 @@ def test_a_suggestion_that_cannot_be_verified_says_so():
 
 
 def test_far_beyond_what_was_traced_a_prediction_says_so():
-    predicted = mc.predict(make_step(), device="24GiB")
+    predicted = mc.predict(make_step(), device="NVIDIA L4")
     assert predicted.at(64 * 35).caveats == predicted.caveats
     assert predicted.at(64 * 35 + 1).caveats[-1] == (
         "Extrapolated: batch size 2,241 is far beyond the largest traced, 35. "
         "memcallback.predict(step, batch_size=2241) traces it there."
     )
-    assert mc.predict(make_step(), device="24GiB", batch_size=2241).caveats == predicted.caveats
+    assert mc.predict(make_step(), device="NVIDIA L4", batch_size=2241).caveats == predicted.caveats
 
 
 class Queue(nn.Module):
