@@ -358,7 +358,7 @@ def test_a_size_that_is_unknown_at_the_end_is_no_change(parts, capsys):
     ("context_bytes", "word"), [(MiB, "FITS"), (64 * MiB - 1024, "DOES NOT FIT")]
 )
 def test_on_another_device_the_peak_must_fit_beside_the_context(context_bytes, word, parts):
-    device = replace(find_device("NVIDIA L4"), capacity_bytes=64 * MiB, context_bytes=context_bytes)
+    device = replace(find_device("24GiB"), capacity_bytes=64 * MiB, context_bytes=context_bytes)
     with (
         closing(mc.MemoryRecorder(*parts)) as recorder,
         mc.MemoryLog(recorder, step_of(*parts), log_dir=None, device=device) as log,
