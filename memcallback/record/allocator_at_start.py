@@ -1,4 +1,4 @@
-"""AllocatorAtStart: the segments of the CUDA allocator as a training begins."""
+"""AllocatorAtStart: the CUDA allocator as a training begins, and who else has memory in it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def infer_batch_size(batch: object) -> BatchSize:
     """Infer it from the batch's own `batch_size` or `num_graphs`, or from its tensors and lists.
 
     Each tensor votes for its first dimension. A list with an item for each sample (images, targets)
-    votes for its length instead of its tensors; where that cannot be told, as the others vote.
+    votes for its length, and its tensors do not vote. If a list may be one of samples or of parts,
+    the other votes decide.
     """
     for name in ("batch_size", "num_graphs"):
         own = _attribute(batch, name)

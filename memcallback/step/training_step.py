@@ -90,8 +90,8 @@ class TrainingStep(Step):
             changes nothing.
         losses: The loss, or several: each is followed by its backward pass and the update of the
             optimizer at the same position.
-        keeps_losses: Whether variants of a LightningModule's step have its `losses` too, which
-            stand in for `training_step`.
+        keeps_losses: Whether `losses` replaces a LightningModule's `training_step`, here and in
+            the variants of this step.
         lightning: How a LightningModule is run; None for a plain loop.
         zero_grad_before_forward: Whether gradients are cleared before the forward pass, as most
             loops do. Lightning clears gradients after the forward pass, so they are live in it.
