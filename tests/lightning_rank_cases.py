@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 NUM_STEPS, BATCH_SIZE, LENGTH = 6, 4, 128
 STRATEGIES = ("ddp", "fsdp", "model_parallel")
+#: With features of all ranks in the loss.
+GATHERED = "ddp, gathered"
 #: With a module that `torch.compile` has compiled.
 COMPILED = "ddp, compiled"
 
@@ -44,6 +46,10 @@ def run(rank, world_size, folder, name, port, validates=False):
                     fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, batch_idx):
+            if name == GATHERED:
+                features = self.net(batch[0]).flatten(1)
+                of_all = self.all_gather(features, sync_grads=True).flatten(0, 1)
+                return (features @ of_all.T).logsumexp(1).mean()
             return loss_of(self.net, batch)
 
         def validation_step(self, batch, batch_idx):
@@ -70,6 +76,7 @@ def run(rank, world_size, folder, name, port, validates=False):
     strategy = {
         "ddp": DDPStrategy,
         COMPILED: DDPStrategy,
+        GATHERED: DDPStrategy,
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True),
         "model_parallel": lambda: ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1

@@ -255,6 +255,20 @@ def loss_of_scattered(model, batch):
     return features.mean() + own.mean()
 
 
+def loss_of_differentiable(model, batch):
+    """Collectives that have gradients, of 4 MiB each, in a group of the loss's own."""
+    from torch.distributed.nn import functional
+
+    group = dist.new_group(backend=dist.get_backend())
+    features = model(batch[0])[:, :1].expand(-1, 16_384).contiguous()
+    others = functional.all_gather(features, group)
+    parts = [part.contiguous() for part in features.chunk(dist.get_world_size())]
+    own = functional.reduce_scatter(torch.empty_like(parts[0]), parts, group=group)
+    exchanged = functional.all_to_all_single(torch.empty_like(features), features, group=group)
+    shared = functional.broadcast(functional.all_reduce(features, group=group), 0, group)
+    return sum(one.square().mean() for one in (torch.cat(others), own, exchanged, shared))
+
+
 def tensor_parallel(model, mesh):
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -446,8 +460,9 @@ def of_parts():
 
 
 def of_lists():
-    """Collectives over lists of tensors, which go through one flat buffer."""
+    """Collectives in the loss; over lists of tensors they go through one flat buffer."""
     return {
+        "ddp, differentiable collectives": Case("ddp", "perceptron", loss_of_differentiable),
         "ddp, features gathered": Case("ddp", "perceptron", loss_of_gathered),
         "ddp, features scattered": Case("ddp", "perceptron", loss_of_scattered),
     }

@@ -50,6 +50,11 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         c10d._world = world
 
 
+def is_rank() -> bool:
+    """Whether this thread is a rank of such a job now."""
+    return isinstance(c10d._world, _WorldByThread) and c10d._world.is_here()
+
+
 class _World(c10d._World):
     """Process groups of its own; the base class would read those of the process."""
 
@@ -74,10 +79,12 @@ class _WorldByThread:
     def __init__(self, own: c10d._World, of_process: c10d._World) -> None:
         vars(self).update(_own=own, _of_process=of_process, _thread=threading.get_ident())
 
+    def is_here(self) -> bool:
+        """Whether it is this thread that has a state of its own."""
+        return bool(threading.get_ident() == vars(self)["_thread"])
+
     def _here(self) -> c10d._World:
-        state = vars(self)
-        is_own = threading.get_ident() == state["_thread"]
-        world: c10d._World = state["_own" if is_own else "_of_process"]
+        world: c10d._World = vars(self)["_own" if self.is_here() else "_of_process"]
         return world
 
     def __getattr__(self, name: str) -> Any:

@@ -203,7 +203,7 @@ class InferenceStep(Step):
                 f"module must be a LightningModule with a {name}, got {described(module)}. For "
                 "another loop give InferenceStep(model, batch, forward=...)."
             )
-        loop = LightningLoop(None)
+        loop = LightningLoop(None, datamodule)
         step = cls(
             module,
             batch,
@@ -220,7 +220,6 @@ class InferenceStep(Step):
         )
         loop.default_dtype = DEFAULT_DTYPES.get(step.precision)
         step.lightning, step.stage = loop, _STAGES[stage]
-        step.datamodule = datamodule
         return step
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,87 +15,14 @@ from memcallback.core.types import Stage
 from memcallback.step.lightning_private import (
     caches_autocast,
     optimizer_in,
+    package_of,
     set_trainer,
     trainer_of,
 )
+from memcallback.step.trainer_placeholder import Placeholder, TrainerPlaceholder
 
 #: The names of a LightningModule's evaluation steps -> what they are steps of.
 _STAGES = {"validation": Stage.VALIDATION, "test": Stage.TEST, "predict": Stage.PREDICTION}
-
-
-class _Placeholder:
-    """Replaces a Trainer and its parts while a step is traced: every call does nothing.
-
-    An attribute that not every Trainer has reads as 1 where a number is needed.
-    """
-
-    def __getattr__(self, name: str) -> _Placeholder:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Placeholder()
-
-    def __call__(self, *args: object, **kwargs: object) -> _Placeholder:
-        return self
-
-    def __getitem__(self, key: object) -> _Placeholder:
-        return self
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Placeholder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def __index__(self) -> int:
-        return 1
-
-    __int__ = __index__
-
-    def __float__(self) -> float:
-        return 1.0
-
-
-def _calculates(name: str, *, is_reflected: bool) -> Callable[[_Placeholder, Any], Any]:
-    operation = getattr(operator, name)
-    return (
-        (lambda self, other: operation(other, 1))
-        if is_reflected
-        else (lambda self, other: operation(1, other))
-    )
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(_Placeholder, f"__{_name}__", _calculates(_name, is_reflected=False))
-    setattr(_Placeholder, f"__r{_name}__", _calculates(_name, is_reflected=True))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(_Placeholder, f"__{_name}__", _calculates(_name, is_reflected=False))
-
-
-class _TrainerPlaceholder(_Placeholder):
-    """Replaces a Trainer at the beginning of a training, or of another stage, on one device."""
-
-    def __init__(self, stage: Stage = Stage.TRAINING) -> None:
-        self.global_step = self.current_epoch = self.global_rank = self.local_rank = (
-            self.node_rank
-        ) = 0
-        self.world_size = self.num_nodes = self.num_devices = self.accumulate_grad_batches = 1
-        self.max_epochs, self.max_steps, self.log_every_n_steps = 10, 1000, 50
-        self.num_training_batches = self.estimated_stepping_batches = 1000
-        self.is_global_zero = True
-        self.training, self.validating, self.testing, self.predicting = (
-            stage is one for one in (Stage.TRAINING, Stage.VALIDATION, Stage.TEST, Stage.PREDICTION)
-        )
-        self.is_last_batch = self.sanity_checking = False
-        self.fast_dev_run = self.barebones = self.should_stop = False
-        self.callback_metrics: dict[str, Any] = {}
-        self.logged_metrics: dict[str, Any] = {}
-        self.progress_bar_metrics: dict[str, Any] = {}
 
 
 class LightningLoop:
@@ -107,12 +33,40 @@ class LightningLoop:
         batch_number: The number of the batch that an evaluation runs, from 0.
         outputs: What the last `training_step` returned beside its loss, by name. The Trainer keeps
             it, with its graph, until the batch has ended.
+        datamodule: The LightningDataModule of the fit; None for none.
+        facts: Of the Trainer that the module trains with, as `facts_of`.
     """
 
-    def __init__(self, default_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, default_dtype: torch.dtype | None, datamodule: Any) -> None:
         self.default_dtype = default_dtype
         self.batch_number = 0
         self.outputs: dict[str, Any] = {}
+        self.datamodule = datamodule
+        self.facts: dict[str, int] = {}
+
+    def give_placeholder(self, owner: Any, stage: Stage) -> None:
+        """Give a LightningModule, or a LightningDataModule, a placeholder as its Trainer."""
+        placeholder = TrainerPlaceholder(package_of(owner), stage, self.facts, self.datamodule)
+        if isinstance(owner, torch.nn.Module):
+            set_trainer(owner, placeholder)
+        else:
+            owner.trainer = placeholder
+
+    def _detach_from_trainer(self, module: Any, stage: Stage = Stage.TRAINING) -> None:
+        """Replace a module's Trainer by a placeholder, and its logging by nothing."""
+        nothing = Placeholder()
+        self.give_placeholder(module, stage)
+        for name in (
+            "log",
+            "log_dict",
+            "print",
+            "manual_backward",
+            "clip_gradients",
+            "toggle_optimizer",
+            "untoggle_optimizer",
+            "lr_schedulers",
+        ):
+            setattr(module, name, nothing)
 
     @staticmethod
     def autocast_cache_enabled(module: Any) -> bool:
@@ -120,12 +74,7 @@ class LightningLoop:
 
         Some versions of Lightning turn that cache off.
         """
-        package = next(
-            kind.__module__.partition(".core")[0]
-            for kind in type(module).__mro__
-            if kind.__name__ == "LightningModule"
-        )
-        plugin = import_module(f"{package}.plugins.precision").MixedPrecision(
+        plugin = import_module(f"{package_of(module)}.plugins.precision").MixedPrecision(
             "bf16-mixed", device="cpu"
         )
         return caches_autocast(plugin)
@@ -133,6 +82,19 @@ class LightningLoop:
     def training_step(self, module: Any, batch: object, number: int = 0) -> object:
         """Call `training_step` with the number of the batch, under the step's default dtype."""
         return self._call(module.training_step, batch, number)
+
+    def loss(self, module: Any, batch: object, num_optimizers: int) -> Any:
+        """Call `training_step` of a copy; returns its loss, or else its result."""
+        nothing = Placeholder()
+        optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
+        self._detach_from_trainer(module)
+        module.optimizers = lambda *args, **kwargs: optimizers
+        output: Any = self.training_step(module, batch)
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if not isinstance(loss, torch.Tensor):
+            return output
+        self.outputs = {name: value for name, value in output.items() if name != "loss"}
+        return loss
 
     def _call(self, run: Callable[..., object], batch: object, number: int) -> object:
         # Lightning gives batch_idx to whatever takes a second argument, whatever its name.
@@ -148,7 +110,7 @@ class LightningLoop:
         """Call `validation_step` or that of another stage, and the module's hooks around it."""
         number = self.batch_number
         if number == 0:
-            _detach_from_trainer(module, _STAGES[stage])
+            self._detach_from_trainer(module, _STAGES[stage])
             for hook in ("start", "epoch_start"):
                 getattr(module, f"on_{stage}_{hook}")()
         getattr(module, f"on_{stage}_batch_start")(batch, number)
@@ -232,7 +194,7 @@ class LightningLoop:
         update: Callable[..., Any],
     ) -> Iterator[None]:
         """Inside the context, a module's manual optimization calls these functions."""
-        _detach_from_trainer(module)
+        self._detach_from_trainer(module)
         wrapped = [_ManualOptimizer(optimizer, optimizers, update) for optimizer in optimizers]
 
         def optimizers_of_module(use_pl_optimizer: bool = True) -> Any:
@@ -297,33 +259,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def give_placeholder(owner: Any, stage: Stage) -> None:
-    """Give a LightningModule, or a LightningDataModule, a placeholder as its Trainer."""
-    placeholder = _TrainerPlaceholder(stage)
-    if isinstance(owner, torch.nn.Module):
-        set_trainer(owner, placeholder)
-    else:
-        owner.trainer = placeholder
-
-
-def _detach_from_trainer(module: Any, stage: Stage = Stage.TRAINING) -> None:
-    """Replace a module's Trainer by a placeholder, and its logging by nothing."""
-    nothing = _Placeholder()
-    give_placeholder(module, stage)
-    for name in (
-        "log",
-        "log_dict",
-        "print",
-        "manual_backward",
-        "clip_gradients",
-        "toggle_optimizer",
-        "untoggle_optimizer",
-        "lr_schedulers",
-    ):
-        setattr(module, name, nothing)
-    module.all_gather = lambda data, *args, **kwargs: data
-
-
 def _clip_gradients(
     optimizer: Any,
     gradient_clip_val: float | None = None,
@@ -337,25 +272,11 @@ def _clip_gradients(
     clip(list(_parameters(optimizer)), gradient_clip_val)
 
 
-def lightning_loss(loop: LightningLoop, module: Any, batch: object, num_optimizers: int) -> Any:
-    """Run the training step of a copy without a Trainer; returns its loss, or else its result."""
-    nothing = _Placeholder()
-    optimizers = nothing if num_optimizers == 1 else [nothing] * num_optimizers
-    _detach_from_trainer(module)
-    module.optimizers = lambda *args, **kwargs: optimizers
-    output: Any = loop.training_step(module, batch)
-    loss = output.get("loss") if isinstance(output, dict) else None
-    if not isinstance(loss, torch.Tensor):
-        return output
-    loop.outputs = {name: value for name, value in output.items() if name != "loss"}
-    return loss
-
-
 def configured_optimizers(module: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of `configure_optimizers`; a module without a Trainer gets a placeholder."""
     trainer = trainer_of(module)
     if trainer is None:
-        set_trainer(module, _TrainerPlaceholder())
+        set_trainer(module, TrainerPlaceholder(package_of(module)))
     try:
         return tuple(_configured(module.configure_optimizers()))
     finally:

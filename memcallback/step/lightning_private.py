@@ -79,6 +79,21 @@ def set_device_mesh(module: Any, mesh: Any) -> None:
     module._device_mesh = mesh
 
 
+def package_of(owner: Any) -> str:
+    """The package of a LightningModule or LightningDataModule, such as `lightning.pytorch`."""
+    return next(
+        kind.__module__.partition(".core")[0]
+        for kind in type(owner).__mro__
+        if kind.__name__ in ("LightningModule", "LightningDataModule")
+    )
+
+
+def all_gather(package: str, tensor: Any, group: Any, sync_grads: bool) -> Any:
+    """What a strategy of several devices makes of a tensor of each rank."""
+    module = import_module(f"{package}.strategies.parallel")
+    return _part(module, "_all_gather_ddp_if_available", _TRACE)(tensor, group, sync_grads)
+
+
 def caches_autocast(precision: Any) -> bool:
     """Whether autocast of a precision plugin keeps the weights that it has cast."""
     return bool(_part(precision.autocast_context_manager(), "_cache_enabled", _TRACE))

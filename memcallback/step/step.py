@@ -51,7 +51,6 @@ class Step:
         prepare: Changes the fake copies of the model and the batch before they are traced, and
             returns the batch; None changes nothing.
         lightning: How a LightningModule is run; None for a plain loop.
-        datamodule: The LightningDataModule whose hooks bring a batch to the device; None for none.
         runs_batch_hooks: Whether a LightningModule's hooks `transfer_batch_to_device` and
             `on_after_batch_transfer` are still to run on the batch.
         moved_batch: The batch that they made, for a trace without them; None if nobody saw it.
@@ -95,7 +94,6 @@ class Step:
         self.keeps_first_batch = False
         self.loads_all_ranks = False
         self.lightning: LightningLoop | None = None
-        self.datamodule: Any = None
         self.runs_batch_hooks = True
         self.moved_batch: Any = None
         self.prepare: Prepare | None = None

@@ -11,7 +11,7 @@ from torch import nn
 from memcallback.core.validation import described, one_of, whole_number
 from memcallback.step.beside import AlsoOption, modules_reached
 from memcallback.step.copies.optimizers import step_hooks
-from memcallback.step.lightning_loop import LightningLoop, lightning_loss
+from memcallback.step.lightning_loop import LightningLoop
 from memcallback.step.loss import Loss, check_losses, default_loss
 from memcallback.step.optimizers import OptimizerOption, check_optimizers, optimizers_for
 from memcallback.step.ranks import Ranks
@@ -296,15 +296,14 @@ class TrainingStep(Step):
             other_batch_size=other_batch_size,
             other_sequence_length=other_sequence_length,
         )
-        loop = step.lightning = LightningLoop(DEFAULT_DTYPES.get(step.precision))
+        loop = step.lightning = LightningLoop(DEFAULT_DTYPES.get(step.precision), datamodule)
         # The loss does not refer to the step: such a cycle would keep the batch alive until
         # Python's garbage collection.
         step.losses = (
-            lambda copy, fakes: lightning_loss(
-                loop, copy, fakes, len(optimizers_for(copy, optimizer, is_lightning=True))
+            lambda copy, fakes: loop.loss(
+                copy, fakes, len(optimizers_for(copy, optimizer, is_lightning=True))
             ),
         )
-        step.datamodule = datamodule
         step.zero_grad_before_forward = False
         return step
 
@@ -347,12 +346,16 @@ class TrainingStep(Step):
             }
             step = TrainingStep(self.model, batch, **(own | arguments))
         else:
-            step = TrainingStep.from_lightning(self.model, batch, **arguments)
+            step = TrainingStep.from_lightning(
+                self.model, batch, datamodule=self.lightning.datamodule, **arguments
+            )
+            assert step.lightning is not None
+            step.lightning.facts = self.lightning.facts
             if self.keeps_losses:
                 step.losses, step.keeps_losses = self.losses, True
         if "batch_size" not in changes:
             step.batch_size = self.batch_size
-        step.datamodule, step.runs_batch_hooks = self.datamodule, self.runs_batch_hooks
+        step.runs_batch_hooks = self.runs_batch_hooks
         step.moved_batch = None if "batch" in changes else self.moved_batch
         step.loads_update_at_once = self.loads_update_at_once
         step.keeps_first_batch = self.keeps_first_batch

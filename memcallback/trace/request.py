@@ -74,5 +74,5 @@ class TraceRequest:
     def datamodule(self) -> Any:
         """The DataModule whose hooks run; None for none."""
         steps = [one for one in (self.step, self.training) if one and self.runs_hooks_of(one)]
-        owners = (one.datamodule for one in steps if one.datamodule is not None)
+        owners = (one.lightning.datamodule for one in steps if one.lightning is not None)
         return next((owner for owner in owners if has_batch_hooks(None, owner)), None)

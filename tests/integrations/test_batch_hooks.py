@@ -255,7 +255,7 @@ def test_a_validation_after_a_training_runs_the_datamodules_hooks_in_both():
 
 def test_a_variant_of_a_step_keeps_the_datamodule():
     step = mc.TrainingStep.from_lightning(Probe(), batch(), datamodule=Augmenting())
-    assert step.varied(accumulate=2).datamodule is step.datamodule
+    assert step.varied(accumulate=2).lightning.datamodule is step.lightning.datamodule
 
 
 class Watching(L.Callback):

@@ -37,7 +37,11 @@ def run(strategy, folder, *, validates=False):
 
 @pytest.mark.parametrize(
     ("strategy", "validates"),
-    [*((name, False) for name in lightning_rank_cases.STRATEGIES), ("fsdp", True)],
+    [
+        *((name, False) for name in lightning_rank_cases.STRATEGIES),
+        ("fsdp", True),
+        (lightning_rank_cases.GATHERED, False),
+    ],
 )
 def test_the_callback_predicts_each_rank(strategy, validates, tmp_path):
     for found in run(strategy, tmp_path, validates=validates):

@@ -13,7 +13,6 @@ from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Stage
 from memcallback.step.copies.resizing import resize_batch
 from memcallback.step.lightning_batch import AFTER_TRANSFER, TRANSFER, owner_of_hook
-from memcallback.step.lightning_loop import give_placeholder
 from memcallback.step.step import Step
 from memcallback.trace.batch_sizes import BatchSizes
 from memcallback.trace.dispatch.mode import CUDA, TraceMode
@@ -105,7 +104,6 @@ class Batches:
     def _moved(self, batch: Any, step: Step) -> Any:
         """The batch on the device, as the hooks of a LightningModule bring it there."""
         # As LightningModule._apply_batch_transfer_handler, which holds the batch that a hook gets.
-        stage = step.stage
         owner = owner_of_hook(self._model, self._datamodule, TRANSFER)
         if owner is None or self._mode.spec is None:
             self._marks.add_batch(batch)
@@ -113,16 +111,17 @@ class Batches:
             self._marks.add_batch(batch, on_host=_on_host(step.batch))
         if owner is not None:
             device = CUDA if self._mode.spec else torch.device("cpu")
-            batch = self._call(owner, TRANSFER, stage, batch, device)
+            batch = self._call(step, owner, TRANSFER, batch, device)
         owner = owner_of_hook(self._model, self._datamodule, AFTER_TRANSFER)
         if owner is not None:
-            batch = self._call(owner, AFTER_TRANSFER, stage, batch)
+            batch = self._call(step, owner, AFTER_TRANSFER, batch)
         self._marks.label_batch(batch)
         return batch
 
-    def _call(self, owner: Any, name: str, stage: Stage, *args: Any) -> Any:
-        give_placeholder(owner, stage)
-        has_gradients = stage is Stage.TRAINING
+    def _call(self, step: Step, owner: Any, name: str, *args: Any) -> Any:
+        assert step.lightning is not None
+        step.lightning.give_placeholder(owner, step.stage)
+        has_gradients = step.stage is Stage.TRAINING
         try:
             with torch.set_grad_enabled(has_gradients):
                 return getattr(owner, name)(*args, 0)

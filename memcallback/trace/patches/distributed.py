@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -18,14 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from memcallback.core.tensors import torch_version
 from memcallback.core.types import Category
 from memcallback.trace.dispatch.collectives import unwaited
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.patches.patching import Patch, patched
+from memcallback.trace.patches.patching import Patch
 
-#: It refuses pipelines whose stages do not know their shapes.
-_OLDEST_THAT_KNOWS_FAKE_GROUPS = (2, 14)
 #: Thread numbers that no thread has.
 _THREADS = count(-1, -1)
 
@@ -57,21 +55,24 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     yield parameter, "reset_sharded_param", _reset_sharded_param(parameter.reset_sharded_param)
     original = parameter.init_all_gather_outputs
     yield parameter, "init_all_gather_outputs", _init_all_gather_outputs(mode, original)
-    if torch_version() >= _OLDEST_THAT_KNOWS_FAKE_GROUPS:
-        from torch.distributed.pipelining.schedules import _PipelineSchedule
+    # Differentiable collectives run other operators with each backend, and a pipeline of
+    # PyTorch 2.14 none with a fake one.
+    backend = dist.Backend.GLOO if mode.spec is None else dist.Backend.NCCL
+    yield dist, "get_backend", lambda group=None: backend
+    yield dist, "new_group", _fake_group(dist.new_group)
 
-        vote = _PipelineSchedule._warmup_p2p
-        yield _PipelineSchedule, "_warmup_p2p", _as_in_a_real_group(vote)
 
+def _fake_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make groups that send nothing either, whatever backend is asked for."""
+    signature = inspect.signature(original)
 
-def _as_in_a_real_group(vote: Callable[..., None]) -> Callable[..., None]:
-    """Let stages send each other their shapes: a trace passes them on, a fake group does not."""
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        for name in ("backend", "pg_options", "device_id"):
+            arguments.pop(name, None)
+        return original(**arguments)
 
-    def in_a_real_group(*args: Any, **kwargs: Any) -> None:
-        with patched([(dist, "get_backend", lambda *args, **kwargs: "nccl")]):
-            vote(*args, **kwargs)
-
-    return in_a_real_group
+    return new_group
 
 
 def _device_type(mode: TraceMode) -> property:

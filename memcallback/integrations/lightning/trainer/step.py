@@ -19,6 +19,7 @@ from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.copies.objects import fake_copy
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
 from memcallback.step.model import is_sharded
+from memcallback.step.trainer_placeholder import facts_of
 from memcallback.step.ranks import Ranks, in_ddp, ranks_of
 from memcallback.step.training_step import TrainingStep
 
@@ -87,6 +88,8 @@ def step_of(
         datamodule=trainer.datamodule,
         other_batch_size=last if last is not None and _goes_on_after_an_epoch(trainer) else None,
     )
+    assert step.lightning is not None
+    step.lightning.facts = facts_of(trainer)
     step.runs_batch_hooks = loaded is not None
     step.moved_batch = None if loaded is None else batch
     return step

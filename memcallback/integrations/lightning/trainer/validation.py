@@ -92,6 +92,7 @@ def predict_validation(
     def predicted(num_batches: int | None) -> Prediction | None:
         try:
             training = make_step()
+            assert training.lightning is not None
             loaded = seen.loaded if training.runs_batch_hooks else None
             step = InferenceStep.from_lightning(
                 training.model,
@@ -100,8 +101,10 @@ def predict_validation(
                 mode="inference_mode" if getattr(loop, "inference_mode", True) else "no_grad",
                 num_batches=num_batches,
                 after=training,
-                datamodule=training.datamodule,
+                datamodule=training.lightning.datamodule,
             )
+            assert step.lightning is not None
+            step.lightning.facts = training.lightning.facts
             step.runs_batch_hooks = loaded is not None
             step.moved_batch = None if loaded is None else seen.batch
             return predict_once(step, device=device, batch_size=step.check_predictable())
