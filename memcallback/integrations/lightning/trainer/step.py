@@ -19,8 +19,8 @@ from memcallback.step.copies.modes import untouched_globals
 from memcallback.step.copies.objects import fake_copy
 from memcallback.step.lightning_private import checkpoint_fsdp, set_device_mesh
 from memcallback.step.model import is_sharded
-from memcallback.step.trainer_placeholder import facts_of
 from memcallback.step.ranks import Ranks, in_ddp, ranks_of
+from memcallback.step.trainer_placeholder import facts_of
 from memcallback.step.training_step import TrainingStep
 
 #: How to leave the prediction of a Trainer's step out.
