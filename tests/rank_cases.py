@@ -81,6 +81,13 @@ def convolutional():
     )
 
 
+def synchronized(memory_format=torch.contiguous_format):
+    """Its batch norms take the statistics of all ranks: of images, and of vectors."""
+    *layers, last = convolutional()
+    model = nn.Sequential(*layers, nn.BatchNorm1d(64), last).to(memory_format=memory_format)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
 def perceptron():
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)), nn.Linear(512, 1000)
@@ -212,6 +219,11 @@ MODELS = {
 
 
 _OF_PYTORCH = tuple(MODELS)
+MODELS["synchronized"] = synchronized, MODELS["convolutional"][1]
+MODELS["synchronized, channels last"] = (
+    lambda: synchronized(torch.channels_last),
+    MODELS["convolutional"][1],
+)
 MODELS["opt"] = Opt, MODELS["transformer"][1]
 MODELS["compiled transformer"] = compiled_transformer, MODELS["transformer"][1]
 for _name, _make, _batch in (
@@ -468,6 +480,17 @@ def of_lists():
     }
 
 
+def of_norms():
+    """Batch norms of all ranks."""
+    return {
+        "ddp, synchronized": Case("ddp", "synchronized"),
+        "ddp, synchronized, channels last": Case("ddp", "synchronized, channels last"),
+        "ddp, synchronized, bf16": Case(
+            "ddp", "synchronized, channels last", precision="bf16-mixed"
+        ),
+    }
+
+
 def of_libraries():
     """Models of transformers, whose layers are those that have parameters of their own."""
     return {
@@ -655,7 +678,7 @@ def run(rank, world_size, folder, names):
     dist.init_process_group(
         "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
-    every, found = cases(world_size) | of_lists() | of_libraries(), {}
+    every, found = cases(world_size) | of_lists() | of_norms() | of_libraries(), {}
     every |= of_compiled() | of_compiled_whole()
     for name in names:
         case = every[name]

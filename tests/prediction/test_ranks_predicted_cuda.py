@@ -16,6 +16,7 @@ NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 OF_TWO = [
     *rank_cases.of_transformer(),
     *rank_cases.of_lists(),
+    *rank_cases.of_norms(),
     *rank_cases.of_libraries(),
     "convolutional, ddp",
     "convolutional, fsdp2",

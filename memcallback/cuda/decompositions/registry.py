@@ -20,7 +20,7 @@ from memcallback.core.torch_private import (
     has_kernel,
     tree_iter,
 )
-from memcallback.cuda.decompositions import layers, rnn
+from memcallback.cuda.decompositions import layers, rnn, sync_batch_norm
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
 from memcallback.cuda.decompositions.ctc import ctc_loss
 from memcallback.cuda.decompositions.layers import Composite, own_decomposition
@@ -94,6 +94,7 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
 _MISSING_SHAPES = {
     "_thnn_fused_gru_cell": rnn.gru_cell_meta,
     "_thnn_fused_gru_cell_backward": rnn.gru_cell_backward_meta,
+    **sync_batch_norm.SHAPES,
 }
 
 

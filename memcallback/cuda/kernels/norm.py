@@ -182,6 +182,15 @@ def _channels_innermost(tensor: torch.Tensor) -> bool:
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def has_channels_last_kernels(tensor: torch.Tensor) -> bool:
+    """`batch_norm_use_channels_last_kernels` (Normalization.cu)."""
+    return (
+        tensor.is_contiguous(memory_format=torch.channels_last)
+        if tensor.ndim == 4
+        else tensor.ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    ) or (tensor.is_contiguous() and tensor.stride(1) == 1)
+
+
 def _add_staging(kernel: KernelBuilder, x: torch.Tensor, values: int) -> None:
     columns = x.shape[1]
     rows = x.numel() // max(columns, 1)
@@ -234,6 +243,22 @@ def _batch_norm_backward(call: OpCall) -> Kernel | None:
     return kernel.build()
 
 
+def _batch_norm_sums(call: OpCall) -> Kernel | None:
+    """The outputs of a part of SyncBatchNorm that adds up channels, then what it adds up with.
+
+    `batch_norm_stats_channels_last_cuda_template`,
+    `batch_norm_backward_reduce_cuda_channels_last_template` (Normalization.cuh).
+    """
+    is_backward = call.name == "batch_norm_backward_reduce"
+    inputs = call.arguments[: 2 if is_backward else 1]
+    if not all(map(has_channels_last_kernels, inputs)):
+        return None
+    kernel = KernelBuilder()
+    kernel.output(*range(len(call.outputs)))
+    _add_staging(kernel, inputs[-1], 2 if is_backward else 4)
+    return kernel.build()
+
+
 RULES: dict[str, Rule] = {
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _layer_norm,
@@ -245,6 +270,8 @@ RULES: dict[str, Rule] = {
     "_native_batch_norm_legit": _batch_norm,
     "_batch_norm_with_update": _batch_norm,
     "native_batch_norm_backward": _batch_norm_backward,
+    "batch_norm_stats": _batch_norm_sums,
+    "batch_norm_backward_reduce": _batch_norm_sums,
     "_softmax": output_then_copy,
     "_safe_softmax": _safe_softmax,
     "_log_softmax": output_then_copy,

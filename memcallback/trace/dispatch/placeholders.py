@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.modules import batchnorm
 
 from memcallback.core.code_lines import lines_inside
 from memcallback.core.tensors import dense_parts, sparse_tensor
@@ -136,9 +139,19 @@ class Placeholders:
             if result is None:
                 raise
             return result
-        self._assumed[_LARGEST.format(call.operator)] = None
-        self.open_shapes.append(call.operator)
+        if not _leaves_out_ranks():
+            self._assumed[_LARGEST.format(call.operator)] = None
+            self.open_shapes.append(call.operator)
         return result
+
+
+def _leaves_out_ranks() -> bool:
+    """Whether SyncBatchNorm runs, which leaves out ranks without samples: there are none."""
+    sync_batch_norm: Any = vars(batchnorm)["sync_batch_norm"]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not sync_batch_norm.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _placeholder_value(call: OpCall, entry: Entry | None) -> bool | int | float | complex:
