@@ -84,9 +84,9 @@ def test_the_step_as_it_is_comes_first(plan):
     )
 
 
-def traced_once(step, batch_size=BATCH_SIZE, settings=None):
+def traced_once(step, batch_size=BATCH_SIZE, *, device=CARD, settings=None):
     """A prediction of one size alone, for which one trace is enough."""
-    return predict_once(step, device=find_device(CARD), batch_size=batch_size, settings=settings)
+    return predict_once(step, device=find_device(device), batch_size=batch_size, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_blocks_are_checkpointed_all_or_every_second():
             return x
 
     plan = mc.what_if(
-        mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device=CARD
+        mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device="cpu"
     )
     every, second = row(plan, "checkpoint 4 blocks"), row(plan, "checkpoint every second block")
     assert (
@@ -426,7 +426,7 @@ class Vgg(nn.Module):
 
 
 def test_of_several_sequentials_the_large_one_is_cut_into_every_sensible_number_of_segments():
-    plan = mc.what_if(step(Vgg()), device=CARD)
+    plan = mc.what_if(step(Vgg()), device="cpu")
     tried = [one for one in single(plan) if one.kind == "checkpointing"]
     assert 5 < len(tried) <= 8
 
@@ -435,9 +435,9 @@ def test_of_several_sequentials_the_large_one_is_cut_into_every_sensible_number_
         mc.checkpoint(model, {"features": segments})
         return step(model)
 
-    known = {segments: traced_once(by_hand(segments)) for segments in range(1, 22)}
+    known = {segments: traced_once(by_hand(segments), device="cpu") for segments in range(1, 22)}
     six = row(plan, "checkpoint_sequential of features, 6 segments")
-    assert figures(known[6]) == figures(mc.predict(by_hand(6), device=CARD))
+    assert figures(known[6]) == figures(mc.predict(by_hand(6), device="cpu"))
     assert figures(known[6]) == (six.peak_allocated_bytes, six.peak_reserved_bytes)
     assert six.line == "memcallback.checkpoint(model, {'features': 6})"
     assert min(one.peak_allocated_bytes for one in tried) == min(
@@ -460,7 +460,7 @@ def test_two_sequentials_alike_are_cut_together():
             return self.second(self.first(x))
 
     plan = mc.what_if(
-        mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device=CARD
+        mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device="cpu"
     )
     tried = [one for one in single(plan) if one.kind == "checkpointing"]
     assert len(tried) <= 8
