@@ -84,40 +84,33 @@ def test_the_step_as_it_is_comes_first(plan):
     )
 
 
+def traced_once(step, batch_size=BATCH_SIZE, *, device=CARD, settings=None):
+    """A prediction of one size alone, for which one trace is enough."""
+    return predict_once(step, device=find_device(device), batch_size=batch_size, settings=settings)
+
+
 @pytest.mark.parametrize(
     ("saving", "by_hand"),
     [
-        (
-            "accumulate 4 batches",
-            lambda: mc.predict(_accumulated(), device=CARD, batch_size=BATCH_SIZE // 4),
-        ),
-        ("bf16-mixed", lambda: mc.predict(step(precision="bf16-mixed"), device=CARD)),
-        ("16-mixed", lambda: mc.predict(step(precision="16-mixed"), device=CARD)),
-        (
-            "SGD",
-            lambda: mc.predict(
-                step(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3)), device=CARD
-            ),
-        ),
-        ("Adafactor", lambda: mc.predict(step(optimizer=torch.optim.Adafactor), device=CARD)),
+        ("accumulate 4 batches", lambda: traced_once(_accumulated(), BATCH_SIZE // 4)),
+        ("bf16-mixed", lambda: traced_once(step(precision="bf16-mixed"))),
+        ("16-mixed", lambda: traced_once(step(precision="16-mixed"))),
+        ("SGD", lambda: traced_once(step(optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-3)))),
+        ("Adafactor", lambda: traced_once(step(optimizer=torch.optim.Adafactor))),
         (
             "fused optimizer",
-            lambda: mc.predict(
-                step(optimizer=lambda ps: torch.optim.AdamW(ps, fused=True)), device=CARD
-            ),
+            lambda: traced_once(step(optimizer=lambda ps: torch.optim.AdamW(ps, fused=True))),
         ),
         (
             "expandable_segments",
-            lambda: mc.predict(
-                step(), device=CARD, settings=AllocatorSettings(expandable_segments=True)
-            ),
+            lambda: traced_once(step(), settings=AllocatorSettings(expandable_segments=True)),
         ),
-        ("channels_last", lambda: mc.predict(_channels_last(), device=CARD)),
-        ("bf16-true", lambda: mc.predict(_in_half(torch.bfloat16), device=CARD)),
-        ("16-true", lambda: mc.predict(_in_half(torch.float16), device=CARD)),
-        ("freeze all but the last layer", lambda: mc.predict(step(_frozen()), device=CARD)),
-        ("checkpoint_sequential, 4 segments", lambda: _checkpointed({"": 4})),
-        ("inplace activations", lambda: mc.predict(step(_inplace()), device=CARD)),
+        ("channels_last", lambda: traced_once(_channels_last())),
+        ("bf16-true", lambda: traced_once(_in_half(torch.bfloat16))),
+        ("16-true", lambda: traced_once(_in_half(torch.float16))),
+        ("freeze all but the last layer", lambda: traced_once(step(_frozen()))),
+        ("checkpoint_sequential, 4 segments", lambda: _checkpointed(4)),
+        ("inplace activations", lambda: traced_once(step(_inplace()))),
     ],
 )
 def test_each_row_is_the_prediction_of_the_step_with_that_saving(plan, saving, by_hand):
@@ -159,8 +152,8 @@ def _frozen():
 
 def _checkpointed(segments):
     model = convolutional()
-    mc.checkpoint(model, segments)
-    return mc.predict(step(model), device=CARD)
+    mc.checkpoint(model, {"": segments})
+    return traced_once(step(model))
 
 
 def _inplace():
@@ -220,7 +213,7 @@ def test_savings_are_tried_together(plan):
         for precision in ("16-mixed", "bf16-mixed")
         if one.saving == f"{precision} + accumulate 4 batches"
     )
-    by_hand = mc.predict(_accumulated(precision=precision), device=CARD, batch_size=BATCH_SIZE // 4)
+    by_hand = traced_once(_accumulated(precision=precision), BATCH_SIZE // 4)
     assert (both.peak_allocated_bytes, both.peak_reserved_bytes) == figures(by_hand)
 
 
@@ -247,7 +240,7 @@ def test_the_best_number_of_segments_is_among_those_that_were_tried(plan):
         for one in plan.rows
         if one.saving.startswith("checkpoint_sequential") and " + " not in one.saving
     ]
-    best = min(_checkpointed({"": segments}).peak_allocated_bytes for segments in range(2, 16))
+    best = min(_checkpointed(segments).peak_allocated_bytes for segments in range(2, 16))
     assert min(one.peak_allocated_bytes for one in tried) == best
     assert all(0 < one.extra_compute_pct < 50 for one in tried)
 
@@ -266,7 +259,7 @@ def test_blocks_are_checkpointed_all_or_every_second():
             return x
 
     plan = mc.what_if(
-        mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device=CARD
+        mc.TrainingStep(Blocks(), torch.randn(512, 64), optimizer=torch.optim.SGD), device="cpu"
     )
     every, second = row(plan, "checkpoint 4 blocks"), row(plan, "checkpoint every second block")
     assert (
@@ -309,7 +302,7 @@ def test_what_does_not_work_says_why():
             return self.act(y) + y
 
     batch = torch.randn(8, 64)
-    plan = mc.what_if(mc.TrainingStep(Exp(), batch, optimizer=torch.optim.SGD), device=CARD)
+    plan = mc.what_if(mc.TrainingStep(Exp(), batch, optimizer=torch.optim.SGD), device="cpu")
     found = row(plan, "inplace activations")
     assert found.problem == "it would overwrite a tensor that the backward pass needs"
     assert plan.rows[-1].problem
@@ -390,7 +383,7 @@ def linear(**options):
 
 @pytest.mark.parametrize(("batch_size", "parts"), [(1, set()), (6, {2}), (7, set()), (12, {2, 4})])
 def test_a_batch_is_divided_only_where_that_leaves_no_rest(batch_size, parts):
-    plan = mc.what_if(linear(), device=CARD, batch_size=batch_size)
+    plan = mc.what_if(linear(), device="cpu", batch_size=batch_size)
     divided = {
         int(one.saving.split()[1]): one
         for one in single(plan)
@@ -433,7 +426,7 @@ class Vgg(nn.Module):
 
 
 def test_of_several_sequentials_the_large_one_is_cut_into_every_sensible_number_of_segments():
-    plan = mc.what_if(step(Vgg()), device=CARD)
+    plan = mc.what_if(step(Vgg()), device="cpu")
     tried = [one for one in single(plan) if one.kind == "checkpointing"]
     assert 5 < len(tried) <= 8
 
@@ -442,13 +435,9 @@ def test_of_several_sequentials_the_large_one_is_cut_into_every_sensible_number_
         mc.checkpoint(model, {"features": segments})
         return step(model)
 
-    # Of the size that is asked for alone, one trace is enough.
-    known = {
-        segments: predict_once(by_hand(segments), device=find_device(CARD), batch_size=BATCH_SIZE)
-        for segments in range(1, 22)
-    }
+    known = {segments: traced_once(by_hand(segments), device="cpu") for segments in range(1, 22)}
     six = row(plan, "checkpoint_sequential of features, 6 segments")
-    assert figures(known[6]) == figures(mc.predict(by_hand(6), device=CARD))
+    assert figures(known[6]) == figures(mc.predict(by_hand(6), device="cpu"))
     assert figures(known[6]) == (six.peak_allocated_bytes, six.peak_reserved_bytes)
     assert six.line == "memcallback.checkpoint(model, {'features': 6})"
     assert min(one.peak_allocated_bytes for one in tried) == min(
@@ -471,7 +460,7 @@ def test_two_sequentials_alike_are_cut_together():
             return self.second(self.first(x))
 
     plan = mc.what_if(
-        mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device=CARD
+        mc.TrainingStep(Two(), torch.randn(4096, 64), optimizer=torch.optim.SGD), device="cpu"
     )
     tried = [one for one in single(plan) if one.kind == "checkpointing"]
     assert len(tried) <= 8
@@ -566,7 +555,7 @@ def test_where_a_batch_fits_only_with_a_saving_the_text_says_which():
 def test_what_is_checkpointed_already_is_not_checkpointed_again():
     model = perceptron()
     with mc.checkpoint(model):
-        plan = mc.what_if(perceptron_step(model), device=CARD)
+        plan = mc.what_if(perceptron_step(model), device="cpu")
     assert not [one for one in plan.rows if "checkpoint" in one.saving]
     said = "Checkpointing is in use already, so nothing else was tried of that kind."
     assert said in plan.caveats
@@ -577,7 +566,7 @@ def test_in_a_plain_loop_gradients_are_cleared_earlier_by_a_plain_line():
     late = linear()
     late.zero_grad_before_forward = False
     assert (
-        row(mc.what_if(late, device=CARD), "zero_grad before forward").line
+        row(mc.what_if(late, device="cpu"), "zero_grad before forward").line
         == "optimizer.zero_grad()  # before the forward pass"
     )
 
@@ -585,6 +574,6 @@ def test_in_a_plain_loop_gradients_are_cleared_earlier_by_a_plain_line():
 def test_the_last_layer_that_is_trained_alone_is_no_norm():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
     small = mc.TrainingStep(model, torch.zeros(2, 8), loss=lambda model, batch: model(batch).sum())
-    freezing = row(mc.what_if(small, device=CARD), "freeze all but the last layer")
+    freezing = row(mc.what_if(small, device="cpu"), "freeze all but the last layer")
     assert freezing.changes == "only module '1' is trained"
     assert freezing.line.endswith('model.get_submodule("1").requires_grad_(True)')
