@@ -168,7 +168,8 @@ def is_framework(path: str) -> bool:
         # frozen into Python.
         return path != "<stdin>" and not path.startswith("<ipython-input")
     full = _absolute(path)
-    if "/torchinductor_" in full or any(full.startswith(folder) for folder in _framework_folders()):
+    files = tuple(getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
+    if "/torchinductor_" in full or full.startswith(_folders_of(files)):
         return True
     return full.startswith(_python_folder()) and not _is_installed(full)
 
@@ -183,9 +184,9 @@ def _is_installed(full: str) -> bool:
     return any(f"{os.sep}{name}{os.sep}" in full for name in _PACKAGES)
 
 
-def _framework_folders() -> list[str]:
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in _FRAMEWORKS)
-    return [os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file]
+@cache
+def _folders_of(files: tuple[str | None, ...]) -> tuple[str, ...]:
+    return tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in files if file)
 
 
 @cache

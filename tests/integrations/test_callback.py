@@ -47,12 +47,29 @@ def fit(tmp_path, module=None, *, num_batches=4, data=None, callback=None, **opt
     return callback
 
 
+def record(tmp_path, module=None, **options):
+    """A fit without a prediction."""
+    return fit(tmp_path, module, callback=MemoryCallback(predict=False), **options)
+
+
+@pytest.fixture
+def pictures():
+    """For tests that draw them."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """They take as long as the rest of a fit."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("memcallback.report.pictures.log_pictures", lambda *_: None)
+
+
 def windows(step):
     return [window.covers for window in step.windows]
 
 
 def test_automatic_optimization_has_three_phases_in_every_step(tmp_path):
-    callback = fit(tmp_path)
+    callback = record(tmp_path)
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
     assert [step.is_warm_up for step in callback.recorder.steps] == [True, False, False, False]
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1, 1, 1, 1]
@@ -60,7 +77,7 @@ def test_automatic_optimization_has_three_phases_in_every_step(tmp_path):
 
 
 def test_gradients_live_through_the_forward_pass_and_are_gone_when_backward_begins(tmp_path):
-    callback = fit(tmp_path)
+    callback = record(tmp_path)
     steady = callback.recorder.steps[2].phases
     gradients = [steady[F].end, steady[B].start, steady[B].end]
     parameters = steady[F].end.by_category[Category.PARAMETER]
@@ -72,7 +89,7 @@ def test_gradients_live_through_the_forward_pass_and_are_gone_when_backward_begi
 
 
 def test_an_accumulation_window_has_its_update_in_the_last_batch_and_the_partial_one_too(tmp_path):
-    callback = fit(tmp_path, num_batches=5, accumulate_grad_batches=2)
+    callback = record(tmp_path, num_batches=5, accumulate_grad_batches=2)
     assert [windows(step) for step in callback.recorder.steps] == [
         [(F,), (B,)],
         [(F,), (B,), (O,)],
@@ -93,26 +110,26 @@ def test_an_update_that_the_grad_scaler_skips_is_a_step_without_update(tmp_path)
     from lightning.pytorch.plugins import MixedPrecision
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
-    callback = fit(tmp_path, training.OverflowsOnce(), plugins=[plugin])
+    callback = record(tmp_path, training.OverflowsOnce(), plugins=[plugin])
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1, 0, 1, 1]
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
 
 
 def test_two_optimizers_by_hand_are_two_cycles_in_one_step(tmp_path):
-    callback = fit(tmp_path, training.ManualTwoOptimizers())
+    callback = record(tmp_path, training.ManualTwoOptimizers())
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)] * 2] * 4
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [2] * 4
 
 
 def test_two_backward_passes_by_hand_have_a_forward_pass_each(tmp_path):
-    callback = fit(tmp_path, training.ManualTwoBackwards())
+    callback = record(tmp_path, training.ManualTwoBackwards())
     assert [windows(step) for step in callback.recorder.steps] == [
         [(F,), (B,), (F,), (B,), (O,)]
     ] * 4
 
 
 def test_a_bare_backward_by_hand_is_recorded_as_one_window_of_two_phases(tmp_path):
-    callback = fit(tmp_path, training.ManualRaw())
+    callback = record(tmp_path, training.ManualRaw())
     assert [windows(step) for step in callback.recorder.steps] == [[(F, B), (O,)]] * 4
     assert callback.recorder.steps[-1].phases[B].label == "forward + backward"
     assert F not in callback.recorder.steps[-1].phases
@@ -149,7 +166,7 @@ def test_a_training_step_that_returns_none_at_the_end_of_a_window_has_no_backwar
 
 
 def test_sanity_validation_and_validation_in_between_are_not_steps(tmp_path):
-    callback = MemoryCallback()
+    callback = MemoryCallback(predict=False)
     loop = training.trainer(
         tmp_path, [callback], num_sanity_val_steps=2, val_check_interval=2, max_epochs=2
     )
@@ -158,7 +175,7 @@ def test_sanity_validation_and_validation_in_between_are_not_steps(tmp_path):
 
 
 def test_a_second_fit_starts_anew(tmp_path):
-    callback = fit(tmp_path)
+    callback = record(tmp_path)
     first = callback.recorder
     fit(tmp_path, callback=callback, num_batches=3)
     assert callback.recorder is not first
@@ -189,6 +206,7 @@ def assert_boundaries_agree(predicted, measured, phases=tuple(Phase)):
             assert abs(ours.allocated_bytes - other.allocated_bytes) <= 64, (window.label, moment)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_prediction_is_there_before_the_first_step_and_agrees_with_a_steady_one(
     tmp_path, capsys, monkeypatch
 ):
@@ -475,6 +493,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.*returned `None`")
 @pytest.mark.parametrize("make", BY_HAND, ids=lambda make: make.__name__)
 def test_a_loop_by_hand_is_predicted_in_the_windows_in_which_it_is_measured(tmp_path, make):
@@ -501,6 +520,7 @@ class OneBatchSize(training.Automatic):
         return nn.functional.cross_entropy(self.network(features), batch[1])
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_prediction_that_knows_only_its_own_batch_size_is_shown_for_that_alone(tmp_path):
     logged = []
     logger = DummyLogger()
@@ -577,6 +597,7 @@ class CallsNumPy(training.Automatic):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_where_the_step_cannot_be_traced_the_textbook_law_stands_in_and_says_why(tmp_path):
     pattern = (
         r"could not be traced, in the forward, at \S+test_callback\.py:\d+ "
@@ -664,6 +685,7 @@ def test_without_a_logger_it_writes_a_run_of_its_own(tmp_path):
     ]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_every_logger_gets_the_same_figures(tmp_path):
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -744,6 +766,7 @@ def test_the_page_is_written_whatever_the_logger_is(tmp_path, capsys):
     assert not (tmp_path / "memcallback").exists()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_what_savings_would_buy_is_printed_and_logged_if_it_is_asked_for(tmp_path, capsys):
     callback = MemoryCallback(device="1GiB", what_if=True)
     fit(tmp_path, callback=callback, num_batches=2)
@@ -820,7 +843,7 @@ def test_the_hooks_on_the_optimizer_are_gone_after_training(tmp_path):
             seen.append(super().configure_optimizers())
             return seen[0]
 
-    fit(tmp_path, Keeps())
+    record(tmp_path, Keeps())
     assert not seen[0]._optimizer_step_post_hooks
     assert not seen[0]._optimizer_step_pre_hooks
 
@@ -905,6 +928,7 @@ class Batches(Callback):
         self.seen.append(weakref.ref(batch[0]))
 
 
+@pytest.mark.usefixtures("pictures")
 def test_no_batch_of_an_earlier_step_is_kept_alive_not_even_by_the_report(tmp_path):
     watch = Batches()
     callback = MemoryCallback()
@@ -913,6 +937,7 @@ def test_no_batch_of_an_earlier_step_is_kept_alive_not_even_by_the_report(tmp_pa
     assert watch.num_alive == [0] * 8
 
 
+@pytest.mark.usefixtures("pictures")
 def test_after_the_fit_recorder_and_report_keep_neither_model_nor_optimizer_alive(tmp_path):
     callback, module = MemoryCallback(), training.Automatic()
     training.trainer(tmp_path, [callback]).fit(module, training.loader())
@@ -959,7 +984,7 @@ def test_an_epoch_that_a_module_ends_early_is_recorded_up_to_there_and_so_is_the
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    callback = fit(tmp_path, EndsEarly(), max_epochs=2)
+    callback = record(tmp_path, EndsEarly(), max_epochs=2)
     assert [windows(step) for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
     assert not torch.autograd._profiler_enabled()
     fit(tmp_path, callback=callback)
@@ -970,7 +995,7 @@ def test_a_fit_after_one_that_failed_on_us_is_recorded(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("memcallback.record.point_log.step_curves", None)
         with pytest.warns(MemoryWarning, match="stopped recording"):
-            callback = fit(tmp_path)
+            callback = record(tmp_path)
     fit(tmp_path, callback=callback)
     assert len(callback.recorder.steps) == 4
 
@@ -1033,7 +1058,7 @@ def test_a_module_that_updates_twice_in_a_step_is_recorded(tmp_path):
             optimizer.step(closure=optimizer_closure)
             optimizer.step(closure=optimizer_closure)
 
-    callback = fit(tmp_path, Twice())
+    callback = record(tmp_path, Twice())
     assert [windows(step)[:3] for step in callback.recorder.steps] == [[(F,), (B,), (O,)]] * 4
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [2] * 4
 
@@ -1051,7 +1076,7 @@ def test_a_closure_by_hand_ends_with_the_update(tmp_path):
 
             optimizer.step(closure)
 
-    callback = fit(tmp_path, Closure())
+    callback = record(tmp_path, Closure())
     assert windows(callback.recorder.steps[-1])[-2:] == [(B,), (O,)]
     assert [step.num_optimizer_updates for step in callback.recorder.steps] == [1] * 4
 
@@ -1140,6 +1165,7 @@ def test_batches_of_nested_dicts_and_dataclasses_are_recorded_and_predicted(tmp_
     )
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_batch_whose_size_cannot_be_inferred_is_recorded_without_prediction(tmp_path):
     class NoBatch(training.Automatic):
         def training_step(self, batch, batch_idx):
@@ -1182,6 +1208,7 @@ def test_an_ambiguous_batch_is_said_to_be_one(tmp_path):
         fit(tmp_path, Uneven(), data=data)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
@@ -1206,6 +1233,7 @@ def test_a_logger_that_refuses_floats_is_left_out_and_the_others_are_not(tmp_pat
     assert len(callback.recorder.steps) == 4
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_folder_that_cannot_be_written_costs_the_curves_and_nothing_else(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     with pytest.warns(
@@ -1261,6 +1289,7 @@ def test_a_model_on_two_devices_is_said_to_be_one(tmp_path):
     assert callback.prediction.held[Category.GRADIENT] == parameters
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_module_that_cannot_be_followed_on_fakes_is_recorded_all_the_same(tmp_path):
     class HasNoForward(CallsNumPy):
         def forward(self, batch):

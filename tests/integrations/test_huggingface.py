@@ -36,10 +36,22 @@ F, B, O = "forward", "backward", "optimizer step"  # noqa: E741
 VOCABULARY, LENGTH = 500, 32
 
 
-def model():
+@pytest.fixture
+def pictures():
+    """For tests that draw them."""
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """They take long; `trained` draws its own."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("memcallback.report.pictures.log_pictures", lambda *_: None)
+
+
+def model(num_layers=2):
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2,
+        n_layer=num_layers,
         n_head=2,
         n_embd=64,
         vocab_size=VOCABULARY,
@@ -121,6 +133,7 @@ def test_a_model_that_the_trainer_compiles_is_recorded_and_compiled_as_often(tmp
         train(
             tmp_path,
             callback,
+            trained=model(num_layers=1),
             torch_compile=True,
             torch_compile_backend="aot_eager",
             eval_strategy="epoch",
@@ -158,7 +171,7 @@ class Wrapping(Trainer):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_wrapper_that_the_trainer_compiles_is_predicted_without_compilation(tmp_path):
     callback = mc.MemoryTrainerCallback()
-    train(tmp_path, callback, kind=Wrapping)
+    train(tmp_path, callback, trained=model(num_layers=1), kind=Wrapping)
     torch._dynamo.reset()
     assert labels(callback) == [[F, B, O]] * 6
     assert any("together with a wrapper around it" in note for note in callback.report.notes)
@@ -368,6 +381,7 @@ class CountsNumbers(Trainer):
         )
 
 
+@pytest.mark.usefixtures("pictures")
 def test_no_tensor_of_a_step_is_kept_after_it(tmp_path):
     callback = mc.MemoryTrainerCallback(wait_for_prediction=True)
     assert train(tmp_path, callback, kind=CountsNumbers).num_alive == [1] * 6

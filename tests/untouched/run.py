@@ -42,7 +42,13 @@ sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
 #: What a loop imports late; with memcallback, more.
 _LATE = {"": ["torch.utils.tensorboard"], "huggingface": ["transformers.trainer", "accelerate"]}
-_LATE_WATCHED = ["memcallback.integrations.lightning.callback", "matplotlib.pyplot"]
+_LATE_WATCHED = [
+    "matplotlib.pyplot",
+    "memcallback.integrations.lightning.callback",
+    "memcallback.report.pictures",
+    "memcallback.report.training_page",
+    "memcallback.trace.tracer",
+]
 _PR_SET_CHILD_SUBREAPER = 36
 #: How long processes that a program has left may take to end by themselves.
 _GRACE_S = 10
@@ -55,7 +61,7 @@ def run(home, program, loop, device, *, is_watched, limit_s, patience_s):
     """
     shutil.rmtree(home, ignore_errors=True)
     (home / "work").mkdir(parents=True)
-    shared = _shared_memory()
+    shared = _files_in_shared_memory().keys()
     # With PyTorch 2.6 an import here starts a process of Inductor's.
     own = set(children_of(os.getpid()))
     sys.stdout.flush()
@@ -71,7 +77,7 @@ def run(home, program, loop, device, *, is_watched, limit_s, patience_s):
         "it ended": has_ended,
         "exit status": status,
         "left behind": left,
-        "shared memory left": sorted(_shared_memory() - shared),
+        "shared memory left": _left_in_shared_memory(shared),
         "files": files_in(home / "work"),
         "printed": re.findall(r"user: ([^\r\n]*)", text),
         "peak_kib": used.ru_maxrss,
@@ -150,15 +156,23 @@ def _left_behind(own):
     return commands
 
 
-def _shared_memory():
-    """The files in shared memory that no process has mapped."""
+def _files_in_shared_memory():
+    """The names of the files in shared memory -> their inodes."""
+    with os.scandir("/dev/shm") as files:
+        return {file.name: str(file.inode()) for file in files}
+
+
+def _left_in_shared_memory(known):
+    """The files in shared memory that are new and that no process has mapped."""
+    new = {name: inode for name, inode in _files_in_shared_memory().items() if name not in known}
+    if not new:
+        return []
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is another user's
             # Address, permissions, offset, device, inode and path, which may be gone.
             mapped.update(re.findall(r"(\d+) +/dev/shm/", maps.read_text()))
-    with os.scandir("/dev/shm") as files:
-        return {file.name for file in files if str(file.inode()) not in mapped}
+    return sorted(name for name, inode in new.items() if inode not in mapped)
 
 
 def import_late(loop, *, is_watched):

@@ -6,6 +6,8 @@ variables and caches, how often steps and samples ran, files, descriptors, proce
 what was printed, and how the process ended.
 """
 
+from functools import cache
+
 import pytest
 from runner import PROGRAMS, Runners
 
@@ -52,6 +54,7 @@ def runners(tmp_path_factory):
     runners.close()
 
 
+@cache
 def check(runners, program, loop, device):
     """Compare a program, check that it trained, and return what it left with memcallback."""
     patience_s = SHORT_S if program in ENDLESS else LONG_S

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
@@ -38,15 +38,26 @@ def untouched_program() -> Iterator[None]:
     """
     # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
     seen = {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
-    restores = [restore for module in own_modules() for restore in _of_namespace(module, seen)]
-    restores += [restore for module in _library_modules() for restore in _of_caches(module, seen)]
-    known = set(sys.modules)
+    known, modules = set(sys.modules), _with_files(sys.modules)
+    restores = [
+        restore
+        for module, file in modules
+        if not is_library(file)
+        for restore in _of_namespace(module, seen)
+    ]
+    # Of PyTorch, Lightning and Python itself nothing is restored.
+    restores += [
+        restore
+        for module, file in modules
+        if is_library(file) and not is_framework(file)
+        for restore in _of_caches(module, seen)
+    ]
     try:
         yield
     finally:
         # What they have registered as they were imported is put back as well.
-        for module in own_modules():
-            if module.__name__ not in known:
+        for module, file in _with_files(set(sys.modules) - known):
+            if module.__name__ not in known and not is_library(file):
                 sys.modules.pop(module.__name__, None)
         for restore in restores:
             restore()
@@ -54,22 +65,15 @@ def untouched_program() -> Iterator[None]:
 
 def own_modules() -> list[ModuleType]:
     """The modules of the user's program, not those of installed packages."""
-    return [module for module, file in _modules_with_files() if not is_library(file)]
+    return [module for module, file in _with_files(sys.modules) if not is_library(file)]
 
 
-def _library_modules() -> list[ModuleType]:
-    """The modules of installed packages, without PyTorch, Lightning and Python itself."""
-    return [
-        module
-        for module, file in _modules_with_files()
-        if is_library(file) and not is_framework(file)
-    ]
-
-
-def _modules_with_files() -> list[tuple[ModuleType, str]]:
+def _with_files(names: Iterable[str]) -> list[tuple[ModuleType, str]]:
+    """The modules of these names that come from a file, with its path."""
+    modules = [sys.modules.get(name) for name in list(names)]
     return [
         (module, file)
-        for module in list(sys.modules.values())
+        for module in modules
         if type(module) is ModuleType and isinstance(file := vars(module).get("__file__"), str)
     ]
 
@@ -81,7 +85,7 @@ def _of_caches(module: ModuleType, seen: set[int]) -> Iterator[_Restore]:
     """
     for value in vars(module).values():
         if isinstance(value, _LRU_CACHE):
-            yield partial(_clear_of_fakes, value)
+            yield partial(_clear_of_fakes, value, value.cache_info().misses)
         elif type(value) is dict and len(value) <= _MAX_CACHED and id(value) not in seen:
             seen.add(id(value))
             yield _of_growth(value)
@@ -101,8 +105,10 @@ def _of_growth(cache: dict[Any, Any]) -> _Restore:
     return restore
 
 
-def _clear_of_fakes(cache: Any) -> None:
-    if any(map(_holds_fakes, gc.get_referents(cache))):
+def _clear_of_fakes(cache: Any, misses_before: int) -> None:
+    # Most have taken nothing in, and what is in some is large.
+    has_new = cache.cache_info().misses != misses_before
+    if has_new and any(map(_holds_fakes, gc.get_referents(cache))):
         cache.cache_clear()
 
 
