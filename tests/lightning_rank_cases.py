@@ -16,6 +16,10 @@ NUM_STEPS, BATCH_SIZE, LENGTH = 6, 4, 128
 STRATEGIES = ("ddp", "fsdp", "model_parallel")
 #: With features of all ranks in the loss.
 GATHERED = "ddp, gathered"
+#: With manual optimization, whose backward pass comes before the end of DDP's forward.
+MANUAL = "ddp, manual"
+#: Parameters stay gathered from the forward to the backward pass.
+GRADIENTS_SHARDED = "fsdp, gradients sharded"
 #: With a module that `torch.compile` has compiled.
 COMPILED = "ddp, compiled"
 
@@ -37,6 +41,7 @@ def run(rank, world_size, folder, name, port, validates=False):
         def __init__(self):
             super().__init__()
             self.net = Transformer()
+            self.automatic_optimization = name != MANUAL
 
         def configure_model(self):
             from torch.distributed.fsdp import fully_shard
@@ -46,6 +51,12 @@ def run(rank, world_size, folder, name, port, validates=False):
                     fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, batch_idx):
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss_of(self.net, batch))
+                optimizer.step()
+                return None
             if name == GATHERED:
                 features = self.net(batch[0]).flatten(1)
                 of_all = self.all_gather(features, sync_grads=True).flatten(0, 1)
@@ -77,6 +88,10 @@ def run(rank, world_size, folder, name, port, validates=False):
         "ddp": DDPStrategy,
         COMPILED: DDPStrategy,
         GATHERED: DDPStrategy,
+        MANUAL: lambda: DDPStrategy(find_unused_parameters=True),
+        GRADIENTS_SHARDED: lambda: FSDPStrategy(
+            auto_wrap_policy={Block}, use_orig_params=True, sharding_strategy="SHARD_GRAD_OP"
+        ),
         "fsdp": lambda: FSDPStrategy(auto_wrap_policy={Block}, use_orig_params=True),
         "model_parallel": lambda: ModelParallelStrategy(
             data_parallel_size=world_size, tensor_parallel_size=1

@@ -29,6 +29,9 @@ _NUM_BELOW = 8
 _CONFIRMED_DIVISOR = 128
 #: It is confirmed with as many tokens of a generation as have so many events, some seconds' work.
 CONFIRMED_ITEMS = 500_000
+#: By how much a search grows a batch that needs less than this share of the capacity: a straight
+#: line through small batches, which all fill the same segments, leads nowhere.
+_FAR = 16
 #: How many straight lines `crossing` draws.
 _NUM_LINES = 3
 
@@ -205,7 +208,12 @@ class BatchReplays:
         return outcome.peak_allocated_bytes if reserved is None else reserved
 
     def largest(
-        self, holds: Callable[[int], bool], *, start: int, by_allocated: bool = False
+        self,
+        holds: Callable[[int], bool],
+        *,
+        start: int,
+        by_allocated: bool = False,
+        within_bytes: int | None = None,
     ) -> int | None:
         """The largest batch size for which `holds(batch_size)`; 0 if it fails for one sample.
 
@@ -217,13 +225,15 @@ class BatchReplays:
         If something shrinks with the batch size (a queue of fixed length), larger sizes are not
         known; if something has some samples less than the batch, smaller ones are not.
 
-        The search begins about where the unlimited reserved peak reaches the device's capacity;
-        with `by_allocated` where the allocated peak does, beyond which nothing fits.
+        The search begins about where the unlimited reserved peak reaches `within_bytes`, by default
+        the device's capacity; with `by_allocated` where the allocated peak does, beyond which
+        nothing fits. It begins no higher than a size that is known to run out of memory.
         """
         if not self.trace.grows:
             return None
         holds = self._where_known(holds)
-        near = self._near_capacity(start, by_allocated)
+        failing = [size for size in self._tried_here() if not self.fits(size)]
+        near = min([self._near(start, by_allocated, within_bytes), *failing])
         found = largest_number(holds, near=near, end=_MAX_BATCH_SIZE)
         if found is None:
             return None
@@ -311,7 +321,7 @@ class BatchReplays:
                 self.fits_without_retry(batch_size) and self.peak_bytes(batch_size) <= budget_bytes
             )
 
-        found = self.largest(fits, start=start)
+        found = self.largest(fits, start=start, within_bytes=budget_bytes)
         return found if found is None or found <= at_all else self.largest_up_to(at_all, fits)
 
     def _tried_here(self) -> list[int]:
@@ -319,7 +329,8 @@ class BatchReplays:
         capacity_bytes = self.device.allocator_capacity_bytes
         return [size for size, capacity in self._outcomes if capacity == capacity_bytes]
 
-    def _near_capacity(self, start: int, by_allocated: bool) -> int:
+    def _near(self, start: int, by_allocated: bool, within_bytes: int | None) -> int:
+        """About where the unlimited peak reaches a number of bytes, or the capacity."""
         capacity_bytes = self.device.allocator_capacity_bytes
         end = self.trace.largest_known or _MAX_BATCH_SIZE
         if capacity_bytes is not None and self.trace.curvatures is not None:
@@ -333,9 +344,13 @@ class BatchReplays:
             reserved = outcome.peak_reserved_bytes
             return outcome.peak_allocated_bytes if by_allocated or reserved is None else reserved
 
+        first, second = start, 2 * start
+        while second * _FAR <= end and unlimited_peak(second) * _FAR < capacity_bytes:
+            first, second = second, second * _FAR
         least = self.trace.smallest_known
+        bound_bytes = capacity_bytes if within_bytes is None else within_bytes
         return crossing(
-            unlimited_peak, capacity_bytes, first=start, second=2 * start, end=end, least=least
+            unlimited_peak, bound_bytes, first=first, second=second, end=end, least=least
         )
 
     def _on_device(self, batch_size: int) -> Outcome:

@@ -19,6 +19,7 @@ from memcallback.step.lightning_private import (
     set_trainer,
     trainer_of,
 )
+from memcallback.step.ranks import replicated
 from memcallback.step.trainer_placeholder import Placeholder, TrainerPlaceholder
 
 #: The names of a LightningModule's evaluation steps -> what they are steps of.
@@ -184,6 +185,19 @@ class LightningLoop:
             return whole(*args)
 
         module.training_step = through
+        ddp = replicated(whole)
+        if ddp is None or module.automatic_optimization:
+            return
+        # As `DDPStrategy.pre_backward`: the wrapper's own code for this runs after the step.
+        prepare = import_module(f"{package_of(module)}.overrides.distributed").prepare_for_backward
+        backward = module.backward
+
+        @functools.wraps(backward)
+        def prepared(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            prepare(ddp, loss)
+            backward(loss, *args, **kwargs)
+
+        module.backward = prepared
 
     @contextmanager
     def manual(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._flat_param as fsdp1
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
 from torch import nn
@@ -36,6 +38,9 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     yield nn.parallel.distributed, verify, lambda *args, **kwargs: None
     yield ddp, "_ddp_init_helper", _with_numbers(mode, ddp._ddp_init_helper)
     yield ddp, "_pre_forward", _with_numbers(mode, ddp._pre_forward)
+    for module in _modules_that_prepare():
+        prepare = "prepare_for_backward"
+        yield module, prepare, _with_numbers(mode, getattr(module, prepare))
     yield ddp, "register_comm_hook", _register_comm_hook(mode, ddp.register_comm_hook)
     yield DeviceMesh, "__init__", _mesh_on_cpu(DeviceMesh.__init__)
     if mode.spec is not None:
@@ -53,6 +58,8 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     )
     parameter = fsdp2.FSDPParam
     yield parameter, "reset_sharded_param", _reset_sharded_param(parameter.reset_sharded_param)
+    # FSDP1 asks for an address, and fakes have none.
+    yield fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     original = parameter.init_all_gather_outputs
     yield parameter, "init_all_gather_outputs", _init_all_gather_outputs(mode, original)
     # Differentiable collectives run other operators with each backend, and a pipeline of
@@ -60,6 +67,14 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     backend = dist.Backend.GLOO if mode.spec is None else dist.Backend.NCCL
     yield dist, "get_backend", lambda group=None: backend
     yield dist, "new_group", _fake_group(dist.new_group)
+
+
+def _modules_that_prepare() -> Iterator[Any]:
+    """Lightning's modules that tell DDP of a backward pass under manual optimization."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module = sys.modules.get(f"{package}.overrides.distributed")
+        if module is not None:
+            yield module
 
 
 def _fake_group(original: Callable[..., Any]) -> Callable[..., Any]:
