@@ -4,9 +4,9 @@ from collections import Counter
 
 #: About what a test on a device takes of a core, in seconds, 2026-11-28; others take 1 or so.
 SECONDS = {
-    "integrations/test_huggingface_ranks_cuda.py": 25,
+    "integrations/test_huggingface_ranks_cuda.py": 50,
     "integrations/test_lightning_ranks_cuda.py": 25,
-    "prediction/test_ranks_predicted_cuda.py": 5,
+    "prediction/test_ranks_predicted_cuda.py": 8,
     "trace/test_compiled_cuda.py": 10,
     "trace/test_whole_update_cuda.py": 15,
 }
