@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from run_parts import part, parts_of
+from run_parts import SECONDS, part, parts_of
 from slow_files import SLOW_FILES
 
 # With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
@@ -45,9 +45,20 @@ def path_of(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    if not config.getoption("--quick"):
-        return None  # whatever else decides
-    return True if path_of(collection_path) in ORDER else None
+    if config.getoption("--quick") and path_of(collection_path) in ORDER:
+        return True
+    if config.option.markexpr == "cuda" and collection_path.match("test_*.py"):
+        # Most files have no such test, and it takes long to import them.
+        return True if not names_marker(collection_path) else None
+    return None  # whatever else decides
+
+
+def seconds_of(item):
+    return SECONDS.get(path_of(item.path), 1)
+
+
+def names_marker(path):
+    return "pytest.mark.cuda" in path.read_text(encoding="utf-8")
 
 
 def pytest_configure(config):
@@ -59,13 +70,17 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if chosen := config.getoption("--part"):
         number, num_parts = chosen
-        of_part = parts_of(items, num_parts)[number - 1]
+        of_part = parts_of(items, num_parts, cost=seconds_of)[number - 1]
         config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
         items[:] = [one for one in items if one.path in of_part]
     items.sort(key=lambda item: ORDER.get(path_of(item.path), len(ORDER)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return
+    paths = {item.path for item in marked}
+    unnamed = sorted(str(path) for path in paths if not names_marker(path))
+    if unnamed:
+        raise pytest.UsageError(f"`-m cuda` leaves out {unnamed}: name pytest.mark.cuda in them")
     import torch
 
     if not torch.cuda.is_available():
@@ -107,7 +122,7 @@ def pytest_addoption(parser):
         "--part",
         type=part,
         metavar="NUMBER/TOTAL",
-        help="run the files of one part of so many, with about as many tests in each",
+        help="run the files of one part of so many, which take about as long as one another",
     )
     parser.addoption(
         "--num-programs",

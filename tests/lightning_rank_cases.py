@@ -24,7 +24,7 @@ GRADIENTS_SHARDED = "fsdp, gradients sharded"
 COMPILED = "ddp, compiled"
 
 
-def run(rank, world_size, folder, name, port, validates=False):
+def run(rank, world_size, folder, name, port, validates=False, predicts=True):
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -97,7 +97,7 @@ def run(rank, world_size, folder, name, port, validates=False):
             data_parallel_size=world_size, tensor_parallel_size=1
         ),
     }[name]()
-    callback = mc.MemoryCallback(wait_for_prediction=name == COMPILED)
+    callback = mc.MemoryCallback(predict=predicts, wait_for_prediction=name == COMPILED)
     if name == COMPILED:
         warnings.simplefilter("ignore")  # of PyTorch's compiler
     warnings.simplefilter("error", mc.MemoryWarning)
@@ -107,6 +107,8 @@ def run(rank, world_size, folder, name, port, validates=False):
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(torch.compile(Module()) if name == COMPILED else Module())
+    if not predicts:
+        return
     found = {
         "predicted": figures(callback.prediction.step),
         "measured": figures(callback.recorder.steps[-1]),

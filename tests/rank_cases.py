@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -614,13 +615,14 @@ def wait_until_seen():
             for group in status
         ):
             return
+        time.sleep(0.005)  # the watchdog looks every 0.1 s; meanwhile other processes have the core
 
 
 def autocast(case):
     return torch.autocast("cuda", torch.bfloat16, enabled=case.precision == "bf16-mixed")
 
 
-def train(case, ranks, device_type):
+def train(case, ranks, device_type, predicts=True):
     """What a rank predicts for itself, and what it then measures: figures of the steady step."""
     make_model, make_batch = MODELS[case.model]
     torch.manual_seed(0)
@@ -635,7 +637,7 @@ def train(case, ranks, device_type):
         ranks=ranks,
         precision=case.precision,
     )
-    predicted = mc.predict(step)
+    predicted = mc.predict(step) if predicts else None
     model = ranks.parallelize(model, device_type)
     optimizer = case.optimizer(model.parameters())
     is_pipeline = isinstance(model, Pipeline)
@@ -664,14 +666,14 @@ def train(case, ranks, device_type):
             if not is_pipeline:
                 wait_until_seen()
     return {
-        "predicted": figures(predicted.step),
+        "predicted": predicted and figures(predicted.step),
         "measured": figures(recorder.steps[-1]),
-        "caveats": predicted.caveats,
+        "caveats": predicted and predicted.caveats,
     }
 
 
-def run(rank, world_size, folder, names):
-    """One rank: all cases of those names, one after the other."""
+def run(rank, world_size, folder, names, predicts=True):
+    """One rank: all cases of those names, one after the other, predicted or trained alone."""
     if os.environ.get("VGPU") == "1":  # as `plans_of_a_virtual_device` in conftest.py
         workspace.workspace_on_device_bytes = lambda *plan: plan[-1]
     torch.cuda.set_device(rank)
@@ -690,7 +692,7 @@ def run(rank, world_size, folder, names):
         torch.cuda.empty_cache()
         torch.compiler.reset()
         ranks = mc.Ranks(world_size, case.strategy, rank=rank, mesh=case.mesh, **case.options)
-        found[name] = train(case, ranks, "cuda")
+        found[name] = train(case, ranks, "cuda", predicts)
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
     dist.barrier()

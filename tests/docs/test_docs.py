@@ -11,6 +11,7 @@ differ or is left out. `pytest --overwrite-golden` writes the outputs anew.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import doctest
 import importlib.util
 import json
@@ -20,6 +21,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,9 +223,18 @@ def test_a_program_says_what_the_page_says(program, outputs, request):
     check(program, *outputs[program], request.config.getoption("--overwrite-golden"))
 
 
+def run_alone(_, folder):
+    """In a process of its own: the program of a folder, its output and error into a file."""
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    with open("outputs.json", "w") as file, contextlib.redirect_stdout(file):
+        exec(RUNNER, {})
+
+
 @pytest.mark.cuda
 @where(needs_cuda=True)
-def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, request):
+def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, request, monkeypatch):
+    import own_process
     import torch
 
     is_of_the_page = (
@@ -231,8 +242,13 @@ def test_a_program_on_a_device_says_what_the_page_says(program, tmp_path, reques
     )
     if program.output is not None and not is_of_the_page:
         pytest.skip(f"the page's figures are those of PyTorch {CUDA_TORCH} and an {CUDA_DEVICE}")
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.setenv("MEMCALLBACK_ISOLATE", "1")  # as a reader runs it
+    item = program.page.stem, program.language, program.code
+    (tmp_path / "programs.json").write_text(json.dumps([item]))
     # In a process of its own, so that the allocator begins empty.
-    (result,) = run([program], tmp_path).values()
+    own_process.start(run_alone, (str(tmp_path),))
+    result = json.loads((tmp_path / "outputs.json").read_text())
     check(program, *result, request.config.getoption("--overwrite-golden"))
 
 

@@ -6,6 +6,7 @@ import json
 import socket
 
 import huggingface_rank_cases
+import own_process
 import pytest
 import torch
 from needs import needs_ranks
@@ -26,14 +27,15 @@ WORLD_SIZE = 2
 TRAINERS_OWN_BYTES = 32 * 512
 
 
-def run(folder, options):
+def train(folder, options, *, predicts=True):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(
-        huggingface_rank_cases.run, (WORLD_SIZE, str(folder), options, port), nprocs=WORLD_SIZE
+    own_process.start(
+        huggingface_rank_cases.run,
+        (WORLD_SIZE, str(folder), options, port, predicts),
+        nprocs=WORLD_SIZE,
     )
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
 @pytest.mark.parametrize(
@@ -51,9 +53,11 @@ def test_the_callback_predicts_each_rank(options, tmp_path, monkeypatch):
     monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     is_compiled = "torch_compile" in options
-    for _ in range(2 if is_compiled else 1):  # the second finds the code of the first
-        ranks = run(tmp_path, options)
-    for found in ranks:
+    if is_compiled:  # the second training finds the code of the first
+        train(tmp_path, options, predicts=False)
+    train(tmp_path, options)
+    for rank in range(WORLD_SIZE):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert not any("wrapper" in note for note in found["notes"])
         said = [one for one in found["caveats"] if one.startswith("Compiled code is predicted")]
         assert len(said) == is_compiled

@@ -6,6 +6,7 @@ import json
 import socket
 
 import lightning_rank_cases
+import own_process
 import pytest
 import torch
 from needs import needs_ranks
@@ -22,16 +23,20 @@ WORLD_SIZE = 2
 SMALL_SEGMENT = 2 << 20
 
 
-def run(strategy, folder, *, validates=False):
-    """What each rank found."""
+def train(strategy, folder, *, validates=False, predicts=True):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(
+    own_process.start(
         lightning_rank_cases.run,
-        (WORLD_SIZE, str(folder), strategy, port, validates),
+        (WORLD_SIZE, str(folder), strategy, port, validates, predicts),
         nprocs=WORLD_SIZE,
     )
+
+
+def run(strategy, folder, **options):
+    """What each rank found."""
+    train(strategy, folder, **options)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
@@ -64,9 +69,9 @@ def test_the_callback_predicts_each_rank_of_a_manual_optimization(tmp_path):
 def test_the_callback_predicts_each_rank_of_a_compiled_module(tmp_path, monkeypatch):
     monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    for _ in range(2):  # the second finds the code of the first
-        ranks = run(lightning_rank_cases.COMPILED, tmp_path)
-    for found in ranks:
+    # The second training finds the code of the first.
+    train(lightning_rank_cases.COMPILED, tmp_path, predicts=False)
+    for found in run(lightning_rank_cases.COMPILED, tmp_path):
         assert any(one.startswith("Compiled code is predicted from") for one in found["caveats"])
         for ours, theirs in zip(found["predicted"], found["measured"], strict=True):
             assert ours["label"] == theirs["label"]

@@ -2,10 +2,9 @@
 is taken, and so many samples more fit, as predicted.
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+import own_process
 import pytest
 import torch
 from torch import nn
@@ -63,8 +62,7 @@ def run(num_samples):
     """The same in a new process: after a retry, the addresses that the driver gives decide which
     free block is taken, and where memory was freed before it gives other addresses.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(steps, num_samples).result()
+    return own_process.result_of(steps, num_samples)
 
 
 def test_a_workspace_that_does_not_fit_costs_no_samples():

@@ -1,9 +1,7 @@
 """Trainings on a device that begin with segments which something before them has left."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import lightning.pytorch as L
+import own_process
 import pytest
 import torch
 import trained_again
@@ -55,9 +53,7 @@ def test_the_sanity_check_of_a_trainer(tmp_path, num_samples, precision):
 @pytest.fixture(scope="module")
 def trainings():
     """What trainings one after the other in one process were predicted to take, and took."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(trained_again.run).result()
+    return own_process.result_of(trained_again.run)
 
 
 def test_a_second_training_in_a_process(trainings):

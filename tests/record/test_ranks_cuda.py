@@ -4,6 +4,7 @@ own allocator.
 
 import pickle
 
+import own_process
 import pytest
 import rank_jobs_cuda
 import torch
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.cuda
 def test_what_is_shown_of_each_rank_is_what_its_allocator_says(tmp_path, strategy, num_ranks):
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
-    torch.multiprocessing.spawn(
+    own_process.start(
         rank_jobs_cuda.run, (num_ranks, free_port(), str(tmp_path), strategy), nprocs=num_ranks
     )
     read = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]

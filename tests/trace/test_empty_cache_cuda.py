@@ -2,6 +2,7 @@
 
 import json
 
+import own_process
 import pytest
 import torch
 from device_loop import figures, record_on_device
@@ -61,6 +62,6 @@ def train(_, file):
 
 @pytest.mark.cuda
 def test_a_step_that_empties_the_cache_is_predicted_to_the_byte(tmp_path):
-    torch.multiprocessing.spawn(train, (str(tmp_path / "figures.json"),), nprocs=1)
+    own_process.start(train, (str(tmp_path / "figures.json"),))
     predicted, measured = json.loads((tmp_path / "figures.json").read_text())
     assert predicted == measured

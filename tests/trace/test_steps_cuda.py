@@ -5,6 +5,7 @@ of them is measured.
 import json
 from operator import ge
 
+import own_process
 import pytest
 import torch
 from device_loop import empty_device, figures, record_on_device
@@ -367,7 +368,7 @@ def train(_, name, file):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_step_takes_is_predicted_to_the_byte(tmp_path, name):
-    torch.multiprocessing.spawn(train, (name, str(tmp_path / "figures.json")), nprocs=1)
+    own_process.start(train, (name, str(tmp_path / "figures.json")))
     predicted, measured = json.loads((tmp_path / "figures.json").read_text())
     # The thread of the device may let go of what it has run a moment later, more often on a busy
     # machine: a step of the curvature then has 32 KiB more at its peak. No step has less.

@@ -4,6 +4,7 @@ measured.
 
 import json
 
+import own_process
 import pytest
 import torch
 from device_loop import figures, record_on_device
@@ -63,6 +64,6 @@ LOSSES = {loss.__name__: loss for loss in (in_one_stream, all_aside, a_branch_as
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_streams_take_is_predicted_to_the_byte(tmp_path, name):
-    torch.multiprocessing.spawn(train, (name, str(tmp_path / "figures.json")), nprocs=1)
+    own_process.start(train, (name, str(tmp_path / "figures.json")))
     predicted, measured = json.loads((tmp_path / "figures.json").read_text())
     assert predicted == measured
