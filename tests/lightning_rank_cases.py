@@ -88,7 +88,7 @@ def run(rank, world_size, folder, name, port, validates=False, predicts=True):
         "ddp": DDPStrategy,
         COMPILED: DDPStrategy,
         GATHERED: DDPStrategy,
-        MANUAL: lambda: DDPStrategy(find_unused_parameters=True),
+        MANUAL: DDPStrategy,
         GRADIENTS_SHARDED: lambda: FSDPStrategy(
             auto_wrap_policy={Block}, use_orig_params=True, sharding_strategy="SHARD_GRAD_OP"
         ),

@@ -174,21 +174,28 @@ class LightningLoop:
         if whole is module:
             return
         training_step, forward = module.training_step, module.forward
+        ddp = None if module.automatic_optimization else replicated(whole)
 
         @functools.wraps(training_step)
         def through(*args: Any) -> Any:
             def first(*inputs: Any) -> Any:
                 module.forward = forward
-                return training_step(*inputs)
+                output = training_step(*inputs)
+                if ddp is not None:
+                    ddp.require_backward_grad_sync = False
+                return output
 
             module.forward = first
-            return whole(*args)
+            output = whole(*args)
+            if ddp is not None:
+                ddp.require_backward_grad_sync = True
+            return output
 
         module.training_step = through
-        ddp = replicated(whole)
-        if ddp is None or module.automatic_optimization:
+        if ddp is None:
             return
-        # As `DDPStrategy.pre_backward`: the wrapper's own code for this runs after the step.
+        # As `DDPStrategy.pre_backward` and `_DDPForwardRedirection`: the backward pass of a manual
+        # optimization comes before the end of the wrapper's forward, which would prepare for it.
         prepare = import_module(f"{package_of(module)}.overrides.distributed").prepare_for_backward
         backward = module.backward
 

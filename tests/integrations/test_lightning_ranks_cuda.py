@@ -46,6 +46,7 @@ def run(strategy, folder, **options):
         *((name, False) for name in lightning_rank_cases.STRATEGIES),
         ("fsdp", True),
         (lightning_rank_cases.GATHERED, False),
+        (lightning_rank_cases.MANUAL, False),
         (lightning_rank_cases.GRADIENTS_SHARDED, False),
     ],
 )
@@ -55,15 +56,6 @@ def test_the_callback_predicts_each_rank(strategy, validates, tmp_path):
             assert ours["label"] == theirs["label"]
             assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.001)
             assert abs(ours["reserved"] - theirs["reserved"]) <= SMALL_SEGMENT
-
-
-def test_the_callback_predicts_each_rank_of_a_manual_optimization(tmp_path):
-    for found in run(lightning_rank_cases.MANUAL, tmp_path):
-        for ours, theirs in zip(found["predicted"], found["measured"], strict=True):
-            assert ours["label"] == theirs["label"]
-            assert ours["allocated"] == pytest.approx(theirs["allocated"], rel=0.001)
-            # A search for unused parameters leaves less reserved than predicted.
-            assert ours["reserved"] >= theirs["reserved"]
 
 
 def test_the_callback_predicts_each_rank_of_a_compiled_module(tmp_path, monkeypatch):
