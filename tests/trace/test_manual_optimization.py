@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from device_loop import empty_device
+from needs import needs_ranks
 from torch import nn
 
 import memcallback as mc
@@ -40,6 +41,25 @@ def test_the_update_of_every_nth_batch_is_predicted():
 
 def test_a_module_that_makes_no_update_is_predicted_without_one():
     assert labels(1000) == ["forward", "backward"]
+
+
+@needs_ranks
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_rank_sends_gradients_after_each_backward_pass(unused):
+    """In DDP, which a module's own backward pass does not tell; on devices:
+    test_lightning_ranks_cuda.py.
+    """
+
+    def predicted(ranks):
+        step = mc.TrainingStep.from_lightning(EveryNth(1), torch.zeros(256, WIDTH), ranks=ranks)
+        return mc.predict(step, device="H200").step
+
+    alone, rank = predicted(None), predicted(mc.Ranks(2, find_unused_parameters=unused))
+    assert [window.label for window in rank.windows] == [w.label for w in alone.windows]
+    buckets = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
+    for ours, own in zip(rank.windows, alone.windows, strict=True):
+        more = ours.peak_allocated_bytes - own.peak_allocated_bytes
+        assert buckets <= more <= 1.1 * buckets
 
 
 @pytest.mark.cuda
