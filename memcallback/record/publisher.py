@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +38,9 @@ from memcallback.savings.plan import Plan
 from memcallback.step.copies.optimizers import unwrapped
 from memcallback.step.training_step import TrainingStep
 
+if TYPE_CHECKING:
+    from memcallback.report.pictures import Pictures
+
 #: A step by module, measured and predicted; None for what there is not.
 Modules = tuple[ModuleTable | None, ModuleTable | None]
 
@@ -52,6 +56,7 @@ class Publisher:
         self.writers = writers
         self._console = console
         self._first: Report | None = None
+        self._pictures: Pictures | None = None
 
     def first(self, report: Report, modules: Modules, number: int) -> None:
         """Log and print the first report."""
@@ -130,12 +135,14 @@ class Publisher:
     def _log(self, report: Report, modules: Modules, number: int) -> None:
         if self.writers is None:
             return
-        # Not before: the training's first step need not wait for what draws.
-        from memcallback.report.pictures import log_pictures
+        if self._pictures is None:
+            # Not before: the training's first step need not wait for what draws.
+            from memcallback.report.pictures import Pictures
 
+            self._pictures = Pictures()
         measured, predicted = modules
         self.writers.log_text(REPORT_TAG, report.document(), number)
-        log_pictures(self.writers, report, measured, number)
+        self._pictures.log(self.writers, report, measured, number)
         if measured is not None:
             self.writers.log_text(MODULES_TAG, measured.whole_document(predicted), number)
 

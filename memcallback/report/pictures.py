@@ -1,6 +1,9 @@
-"""log_pictures(): the pictures of a report, for every logger that takes pictures."""
+"""Pictures: those of a training's reports, for every logger that takes pictures."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from memcallback.core.module_table import ModuleTable
 from memcallback.prediction.prediction import Prediction
@@ -18,21 +21,37 @@ from memcallback.report.tags import (
 from memcallback.report.writers import Writers
 
 
-def log_pictures(
-    writers: Writers, report: Report, modules: ModuleTable | None, number: int
-) -> None:
-    """Draw and log the step, its peak, the batch size and the modules, as far as each is known."""
-    step, prediction, advice = report.measured, report.prediction, report.advice
-    if isinstance(prediction, Prediction):
-        writers.log_image(STEP_IMAGE_TAG, number, timeline, prediction, step)
-        writers.log_image(PEAK_IMAGE_TAG, number, at_peak, prediction)
-    elif (
-        step is not None
-        and step.held_bytes is not None
-        and step.windows[0].start.allocated_bytes is not None
-    ):
-        writers.log_image(STEP_IMAGE_TAG, number, boundaries, step)
-    if advice is not None:
-        writers.log_image(BATCH_SIZE_IMAGE_TAG, number, batch_size_curve, advice)
-    if modules is not None:
-        writers.log_image(MODULES_IMAGE_TAG, number, module_icicle, modules)
+class Pictures:
+    """Draws what reports show, and logs each picture again only where it would show other things.
+
+    To draw is most of what a report costs.
+    """
+
+    def __init__(self) -> None:
+        #: Tag -> what the picture logged last shows.
+        self._shown: dict[str, tuple[object, ...]] = {}
+
+    def log(
+        self, writers: Writers, report: Report, modules: ModuleTable | None, number: int
+    ) -> None:
+        """Log the step, its peak, the batch size and the modules, as far as each is known."""
+
+        def show(tag: str, draw: Callable[..., Any], *what: object) -> None:
+            if self._shown.get(tag) != what:
+                self._shown[tag] = what
+                writers.log_image(tag, number, draw, *what)
+
+        step, prediction, advice = report.measured, report.prediction, report.advice
+        if isinstance(prediction, Prediction):
+            show(STEP_IMAGE_TAG, timeline, prediction, step)
+            show(PEAK_IMAGE_TAG, at_peak, prediction)
+        elif (
+            step is not None
+            and step.held_bytes is not None
+            and step.windows[0].start.allocated_bytes is not None
+        ):
+            show(STEP_IMAGE_TAG, boundaries, step)
+        if advice is not None:
+            show(BATCH_SIZE_IMAGE_TAG, batch_size_curve, advice)
+        if modules is not None:
+            show(MODULES_IMAGE_TAG, module_icicle, modules)

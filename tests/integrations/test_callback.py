@@ -33,7 +33,7 @@ from memcallback.core.types import Category, Kind
 from memcallback.devices.catalogue import find_device
 from memcallback.record.monitor import Monitor
 from memcallback.record.publisher import Publisher
-from memcallback.report.tags import flat
+from memcallback.report.tags import PEAK_IMAGE_TAG, flat
 
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 
@@ -61,7 +61,7 @@ def pictures():
 def without_pictures(request, monkeypatch):
     """They take as long as the rest of a fit."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("memcallback.report.pictures.log_pictures", lambda *_: None)
+        monkeypatch.setattr("memcallback.report.pictures.Pictures.log", lambda *_: None)
 
 
 def windows(step):
@@ -709,6 +709,16 @@ def test_every_logger_gets_the_same_figures(tmp_path):
     assert len(ours) == 8
     points = events_of(board.log_dir).Scalars("memory_gib/peak_backward")
     assert len({point.step for point in points}) == len(points)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_picture_is_drawn_again_only_where_it_shows_something_else(tmp_path):
+    callback = fit(tmp_path)
+    (run,) = (tmp_path / "memcallback").iterdir()
+    events = events_of(run)
+    num_drawn = {tag: len(events.Images(tag)) for tag in events.Tags()["images"]}
+    assert num_drawn[PEAK_IMAGE_TAG] == 1
+    assert callback.recorder.num_updates == 4
 
 
 def test_a_step_after_validation_is_not_drawn_as_a_dip(tmp_path):

@@ -45,7 +45,7 @@ def pictures():
 def without_pictures(request, monkeypatch):
     """They take long; `trained` draws its own."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("memcallback.report.pictures.log_pictures", lambda *_: None)
+        monkeypatch.setattr("memcallback.report.pictures.Pictures.log", lambda *_: None)
 
 
 def model(num_layers=2):
