@@ -29,8 +29,8 @@ _NUM_BELOW = 8
 _CONFIRMED_DIVISOR = 128
 #: It is confirmed with as many tokens of a generation as have so many events, some seconds' work.
 CONFIRMED_ITEMS = 500_000
-#: By how much a search grows a batch that needs less than this share of the capacity: a straight
-#: line through small batches, which all fill the same segments, leads nowhere.
+#: A batch that needs less than 1/16 of the capacity is taken so many times larger: small batches
+#: fill the same segments, and a straight line through them leads nowhere.
 _FAR = 16
 #: How many straight lines `crossing` draws.
 _NUM_LINES = 3

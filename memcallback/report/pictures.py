@@ -37,9 +37,9 @@ class Pictures:
         """Log the step, its peak, the batch size and the modules, as far as each is known."""
 
         def show(tag: str, draw: Callable[..., Any], *what: object) -> None:
-            if self._shown.get(tag) != what:
+            # A training has one prediction, which is compared by what it is of.
+            if self._shown.get(tag) != what and writers.log_image(tag, number, draw, *what):
                 self._shown[tag] = what
-                writers.log_image(tag, number, draw, *what)
 
         step, prediction, advice = report.measured, report.prediction, report.advice
         if isinstance(prediction, Prediction):

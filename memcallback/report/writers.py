@@ -93,10 +93,13 @@ class Writers:
         draw: Callable[_P, npt.NDArray[np.uint8]],
         *args: _P.args,
         **kwargs: _P.kwargs,
-    ) -> None:
-        """Draw a picture of shape (height, width, 3) and log it wherever pictures can be logged."""
+    ) -> bool:
+        """Draw a picture of shape (height, width, 3) and log it wherever pictures can be logged.
+
+        Tells whether it was logged everywhere.
+        """
         if not any(destination.takes_all for destination in self._opened()):
-            return
+            return False
         images: list[npt.NDArray[np.uint8]] = []
 
         def draw_apart() -> None:
@@ -105,16 +108,18 @@ class Writers:
             with ThreadPoolExecutor(max_workers=1) as pool:
                 images.append(pool.submit(draw, *args, **kwargs).result())
 
-        if self._attempt(f"draw the picture {tag!r}", f"{tag} is left out.", draw_apart):
-            (image,) = images
-            self._log_more(f"the picture {tag!r}", lambda each: each.log_image(tag, image, step))
+        if not self._attempt(f"draw the picture {tag!r}", f"{tag} is left out.", draw_apart):
+            return False
+        (image,) = images
+        return self._log_more(f"the picture {tag!r}", lambda each: each.log_image(tag, image, step))
 
     def log_page(self, tag: str, html: str, step: int) -> None:
         """Log a page wherever pages can be logged; a TensorBoard run has it as a file."""
         self._log_more("the page", lambda each: each.log_page(tag, html, step))
 
-    def _log_more(self, what: str, log: Callable[[Destination], None]) -> None:
+    def _log_more(self, what: str, log: Callable[[Destination], None]) -> bool:
         """Log to each destination that takes more than values; one that fails keeps its values."""
+        is_logged = True
         for destination in self._opened():
             if not destination.takes_all:
                 continue
@@ -123,6 +128,8 @@ class Writers:
                 hint = destination.hint
             if not self._attempt(f"log {what} to {destination.name}", hint, log, destination):
                 destination.takes_all = destination.may_recover
+                is_logged = False
+        return is_logged
 
     def close(self) -> None:
         """Write out what is still in memory, and close what was opened here."""

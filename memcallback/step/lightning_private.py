@@ -85,6 +85,7 @@ def package_of(owner: Any) -> str:
         kind.__module__.partition(".core")[0]
         for kind in type(owner).__mro__
         if kind.__name__ in ("LightningModule", "LightningDataModule")
+        and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
     )
 
 

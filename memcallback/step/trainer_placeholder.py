@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memcallback.core.types import Stage
+from memcallback.isolation.child import is_in_child
 from memcallback.step.lightning_batch import stand_in
 from memcallback.step.lightning_private import all_gather
 
+#: The number of batches in the training's loader, which may have more than a fit runs.
+_LOADER = "batches of the loader"
 #: What a placeholder has of the Trainer of a fit -> what it says where no Trainer is known.
 _FACTS: dict[str, int] = {
     "global_step": 0,
@@ -22,14 +26,24 @@ _FACTS: dict[str, int] = {
     "max_steps": 1000,
     "log_every_n_steps": 50,
     "num_training_batches": 1000,
+    "estimated_stepping_batches": 1000,
     "accumulate_grad_batches": 1,
+    _LOADER: 1000,
 }
 
 
 def facts_of(trainer: Any) -> dict[str, int]:
-    """Where the fit of a Trainer stands, and how long it goes on, as far as these are numbers."""
-    values = {name: getattr(trainer, name, None) for name in _FACTS}
-    return {name: value for name, value in values.items() if type(value) is int}
+    """Where the fit of a Trainer stands, and how long it goes on: what of it is a whole number.
+
+    The Trainer has made its loaders: asked before, some of these would make them.
+    """
+    facts: dict[str, int] = {}
+    for name in _FACTS:
+        with suppress(Exception):  # a loader of the user's can fail in any way
+            value = len(trainer.train_dataloader) if name == _LOADER else getattr(trainer, name)
+            if type(value) is int:
+                facts[name] = value
+    return facts
 
 
 class Placeholder:
@@ -100,14 +114,13 @@ class TrainerPlaceholder(Placeholder):
         datamodule: Any = None,
     ) -> None:
         of_fit = {**_FACTS, **(facts or {})}
+        num_in_loader = of_fit.pop(_LOADER)
         vars(self).update(of_fit)
         has_ranks = _is_in_fake_world()
         self.world_size = self.num_devices = dist.get_world_size() if has_ranks else 1
         self.global_rank = self.local_rank = dist.get_rank() if has_ranks else 0
         self.node_rank, self.num_nodes = 0, 1
         self.is_global_zero = self.global_rank == 0
-        num_updates = of_fit["max_steps"]
-        self.estimated_stepping_batches = num_updates if num_updates > 0 else 1000
         self.training, self.validating, self.testing, self.predicting = (
             stage is one for one in (Stage.TRAINING, Stage.VALIDATION, Stage.TEST, Stage.PREDICTION)
         )
@@ -116,14 +129,23 @@ class TrainerPlaceholder(Placeholder):
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, Any] = {}
-        self.train_dataloader = _LoaderPlaceholder(of_fit["num_training_batches"])
+        self.train_dataloader = _LoaderPlaceholder(num_in_loader)
         self.strategy = _StrategyPlaceholder(package)
-        self._datamodule = datamodule
+        self._datamodule, self._is_of_fit = datamodule, bool(facts)
 
     @functools.cached_property
     def datamodule(self) -> Any:
-        """The DataModule without its Trainer: what a step writes to it is lost."""
-        return None if self._datamodule is None else stand_in(self._datamodule, {})
+        """The DataModule where a step may write to it, in a child; else a placeholder.
+
+        None where a Trainer is known to have none.
+        """
+        if self._datamodule is None:
+            return None if self._is_of_fit else Placeholder()
+        if not is_in_child():
+            return Placeholder()
+        datamodule = stand_in(self._datamodule, {})
+        datamodule.trainer = self
+        return datamodule
 
 
 class _LoaderPlaceholder(Placeholder):
@@ -152,11 +174,11 @@ class _StrategyPlaceholder(Placeholder):
         return gathered
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A mean or sum over the ranks takes the place of the rank's own."""
+        """The tensor as it is: a reduced one has the same size."""
         return tensor
 
     def broadcast(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """What rank 0 has is as what this rank has."""
+        """The object as it is: rank 0's is assumed to be alike."""
         return obj
 
     def reduce_boolean_decision(self, decision: bool, *args: Any, **kwargs: Any) -> bool:

@@ -1,5 +1,7 @@
 """What a LightningModule's step reads of its Trainer is there while the step is predicted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +33,11 @@ class Module(LightningModule):
 class DataModule(LightningDataModule):
     def __init__(self):
         super().__init__()
-        self.num_classes, self.seen = 7, []
+        self.num_classes, self.seen, self.notes = 7, [], SimpleNamespace()
+
+    @property
+    def num_devices(self):
+        return self.trainer.world_size
 
     def loader(self):
         return DataLoader(torch.ones(NUM_BATCHES * BATCH_SIZE, WIDTH), BATCH_SIZE)
@@ -52,7 +58,8 @@ READS = {
     "epochs": lambda it: it.trainer.max_epochs,
     "its epoch": lambda it: it.current_epoch,
     "updates so far": lambda it: it.global_step,
-    "its data module": lambda it: it.trainer.datamodule.num_classes,
+    "updates in all": lambda it: it.trainer.estimated_stepping_batches,
+    "its data module": lambda it: it.trainer.datamodule is None,
     "devices": lambda it: it.trainer.world_size,
     "stage": lambda it: (it.trainer.training, it.trainer.validating),
 }
@@ -83,31 +90,51 @@ def test_a_step_reads_of_its_fit_what_is_so(tmp_path):
     first = trainer(tmp_path, max_epochs=2)
     first.fit(Module(), datamodule=DataModule())
     first.save_checkpoint(tmp_path / "last.ckpt")
-    fit = trainer(tmp_path, max_epochs=3, callbacks=[mc.MemoryCallback(wait_for_prediction=True)])
+    fit = trainer(tmp_path, max_epochs=3, limit_train_batches=NUM_BATCHES - 1,
+        callbacks=[mc.MemoryCallback(wait_for_prediction=True)],
+    )  # fmt: skip
     FOUND.clear()
-    fit.fit(Reads(), datamodule=DataModule(), ckpt_path=tmp_path / "last.ckpt")
+    fit.fit(Reads(), DataModule().loader(), DataModule().loader(), ckpt_path=tmp_path / "last.ckpt")
     found = {
         kind: {key[1:]: it for key, it in FOUND.items() if key[0] == kind} for kind, *_ in FOUND
     }
     assert len(found["predicted"]) == 2 * len(READS)
     # The validation is predicted as the training begins.
-    found["trained"]["validation", "updates so far"] -= NUM_BATCHES
+    found["trained"]["validation", "updates so far"] -= NUM_BATCHES - 1
     assert found["predicted"] == found["trained"]
     assert found["predicted"]["training", "its epoch"] == 2
 
 
-class Writes(Module):
+class UsesData(Module):
+    """Has as many rows as the DataModule has classes and its Trainer devices, and writes to it."""
+
     def training_step(self, batch, batch_idx):
-        self.trainer.datamodule.seen.append(batch_idx)
-        return super().training_step(batch, batch_idx)
+        data = self.trainer.datamodule
+        data.seen.append(len(batch))
+        data.notes.last = len(batch)
+        rows = torch.ones(data.num_classes * data.num_devices * 1000, WIDTH, device=self.device)
+        return super().training_step(batch, batch_idx) + rows.sum()
 
 
-def test_what_a_step_writes_to_the_data_module_is_lost():
-    data = DataModule()
-    batch = torch.ones(BATCH_SIZE, WIDTH)
-    step = mc.TrainingStep.from_lightning(Writes(), batch, datamodule=data)
-    assert mc.predict(step, device="cpu", isolate=False).peak_allocated_bytes > 0
-    assert data.seen == []
+class Rows(Module):
+    def training_step(self, batch, batch_idx):
+        rows = torch.ones(7000, WIDTH, device=self.device)
+        return super().training_step(batch, batch_idx) + rows.sum()
+
+
+def test_the_data_module_is_there_and_nothing_is_written_to_it(monkeypatch):
+    data, batch = DataModule(), torch.ones(BATCH_SIZE, WIDTH)
+
+    def phases(module, **options):
+        step = mc.TrainingStep.from_lightning(module, batch, datamodule=data)
+        return mc.predict(step, device="cpu", **options).phases
+
+    monkeypatch.setenv("MEMCALLBACK_ISOLATE", "1")
+    assert phases(UsesData()) == phases(Rows())
+    assert (data.seen, vars(data.notes)) == ([], {})
+    # In this process, what a step writes to an object would stay there.
+    phases(UsesData(), isolate=False)
+    assert (data.seen, vars(data.notes)) == ([], {})
 
 
 class Contrastive(Module):
@@ -169,3 +196,27 @@ def test_one_device_gathers_its_own_features():
     assert not dist.is_initialized()
     mc.predict(mc.TrainingStep.from_lightning(Alone(), batch), device="cpu", isolate=False)
     assert {size[1:] for size in sizes} == {torch.Size([WIDTH])}
+
+
+@needs_ranks
+def test_a_collective_that_fails_says_why():
+    class Wrong(Module):
+        def training_step(self, batch, batch_idx):
+            dist.all_gather_into_tensor(batch, "no tensor")
+
+    step = mc.TrainingStep.from_lightning(
+        Wrong(), torch.ones(BATCH_SIZE, WIDTH), ranks=mc.Ranks(RANKS)
+    )
+    with pytest.raises(mc.PredictionError, match="input_tensor"):
+        mc.predict(step, device="NVIDIA L4", isolate=False)
+
+
+def test_a_class_of_the_users_may_have_the_name_of_lightnings():
+    class LightningModule(Module):
+        __module__ = "project.core.base"
+
+        def training_step(self, batch, batch_idx):
+            return self.all_gather(self.network(batch)).mean()
+
+    step = mc.TrainingStep.from_lightning(LightningModule(), torch.ones(BATCH_SIZE, WIDTH))
+    assert mc.predict(step, device="cpu", isolate=False).peak_allocated_bytes > 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.c10d_logger as c10d_logger
 import torch.distributed.fsdp._flat_param as fsdp1
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp2
 import torch.distributed.tensor._sharding_prop as sharding
@@ -62,10 +63,12 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     yield fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().size() > 0
     original = parameter.init_all_gather_outputs
     yield parameter, "init_all_gather_outputs", _init_all_gather_outputs(mode, original)
-    # Differentiable collectives run other operators with each backend, and a pipeline of
-    # PyTorch 2.14 none with a fake one.
+    # Differentiable collectives run other operators with each backend, and the stages of a pipeline
+    # in PyTorch 2.14 send each other no shapes in a fake group.
     backend = dist.Backend.GLOO if mode.spec is None else dist.Backend.NCCL
     yield dist, "get_backend", lambda group=None: backend
+    # PyTorch writes a failed collective to a log, with NCCL's version, which CPU builds lack.
+    yield c10d_logger, "_get_msg_dict", lambda name, *args, **kwargs: {"func_name": name}
     yield dist, "new_group", _fake_group(dist.new_group)
 
 
