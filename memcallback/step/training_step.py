@@ -255,7 +255,7 @@ class TrainingStep(Step):
             ranks: As for `TrainingStep`.
             also: As for `TrainingStep`. Modules that the module hides in a list are found without
                 it.
-            datamodule: A LightningDataModule, if it has these hooks.
+            datamodule: A LightningDataModule, if it has these hooks, or if the step reads it.
             other_batch_size: As for `TrainingStep`.
             other_sequence_length: As for `TrainingStep`.
 
