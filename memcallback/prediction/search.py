@@ -227,13 +227,12 @@ class BatchReplays:
 
         The search begins about where the unlimited reserved peak reaches `within_bytes`, by default
         the device's capacity; with `by_allocated` where the allocated peak does, beyond which
-        nothing fits. It begins no higher than a size that is known to run out of memory.
+        nothing fits.
         """
         if not self.trace.grows:
             return None
         holds = self._where_known(holds)
-        failing = [size for size in self._tried_here() if not self.fits(size)]
-        near = min([self._near(start, by_allocated, within_bytes), *failing])
+        near = self._near(start, by_allocated, within_bytes)
         found = largest_number(holds, near=near, end=_MAX_BATCH_SIZE)
         if found is None:
             return None
