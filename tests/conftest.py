@@ -133,6 +133,18 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.fixture
+def pictures():
+    """For tests that draw what a report shows, in a file that else does without."""
+
+
+@pytest.fixture
+def without_pictures(request, monkeypatch):
+    """They take as long as the rest of a short training."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("memcallback.report.pictures.Pictures.log", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def plans_of_a_virtual_device(monkeypatch):
     """On a virtual device, cuDNN offers no plan that needs a real one, and counts as described."""

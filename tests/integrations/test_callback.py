@@ -35,6 +35,7 @@ from memcallback.record.monitor import Monitor
 from memcallback.record.publisher import Publisher
 from memcallback.report.tags import PEAK_IMAGE_TAG, flat
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
 F, B, O = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER_STEP  # noqa: E741
 
 
@@ -50,18 +51,6 @@ def fit(tmp_path, module=None, *, num_batches=4, data=None, callback=None, **opt
 def record(tmp_path, module=None, **options):
     """A fit without a prediction."""
     return fit(tmp_path, module, callback=MemoryCallback(predict=False), **options)
-
-
-@pytest.fixture
-def pictures():
-    """For tests that draw them."""
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(request, monkeypatch):
-    """They take as long as the rest of a fit."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("memcallback.report.pictures.Pictures.log", lambda *_: None)
 
 
 def windows(step):

@@ -28,24 +28,13 @@ from transformers import (
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("without_pictures"),  # `trained` draws its own
     # Of the Trainer about its machine; not in our hands.
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true"),
     pytest.mark.filterwarnings("ignore:.*is deprecated.*:FutureWarning"),
 ]
 F, B, O = "forward", "backward", "optimizer step"  # noqa: E741
 VOCABULARY, LENGTH = 500, 32
-
-
-@pytest.fixture
-def pictures():
-    """For tests that draw them."""
-
-
-@pytest.fixture(autouse=True)
-def without_pictures(request, monkeypatch):
-    """They take long; `trained` draws its own."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("memcallback.report.pictures.Pictures.log", lambda *_: None)
 
 
 def model(num_layers=2):
