@@ -18,6 +18,8 @@ from memcallback.step.lightning_private import all_gather
 
 #: The number of batches in the training's loader, which may have more than a fit runs.
 _LOADER = "batches of the loader"
+#: What a Trainer knows of its loader. Asked without one it makes it, and waits for all ranks.
+_OF_LOADER = ("num_training_batches", "estimated_stepping_batches", _LOADER)
 #: What a placeholder has of the Trainer of a fit -> what it says where no Trainer is known.
 _FACTS: dict[str, int] = {
     "global_step": 0,
@@ -33,12 +35,12 @@ _FACTS: dict[str, int] = {
 
 
 def facts_of(trainer: Any) -> dict[str, int]:
-    """Where the fit of a Trainer stands, and how long it goes on: what of it is a whole number.
-
-    The Trainer has made its loaders: asked before, some of these would make them.
-    """
+    """Where the fit of a Trainer stands, and how long it goes on: what of it is a whole number."""
     facts: dict[str, int] = {}
+    has_loader = trainer.train_dataloader is not None
     for name in _FACTS:
+        if name in _OF_LOADER and not has_loader:
+            continue
         with suppress(Exception):  # a loader of the user's can fail in any way
             value = len(trainer.train_dataloader) if name == _LOADER else getattr(trainer, name)
             if type(value) is int:
