@@ -174,14 +174,14 @@ class _Replayer(Generic[_Block]):
             return start
         there = {alloc.id for alloc in not_freed(self.events[:start])}
         for place, event in enumerate(self.events[:start]):
-            if not isinstance(event, Alloc):
-                continue
-            if event.id in self.known:
+            if isinstance(event, Alloc) and event.id in self.known:
                 self.hold(event)
-            elif event.id in there:
+            elif isinstance(event, Alloc) and event.id not in there and not event.stream:
+                # It was freed: what it left behind in the default stream is among the known.
+                if event.size_bytes:
+                    self.result.block_bytes[event.id] = 0
+            elif isinstance(event, Alloc | Free):
                 self.play(place, place + 1)
-            elif event.size_bytes:
-                self.result.block_bytes[event.id] = 0  # freed before the first step
         position = start
         for place, event in enumerate(self.events[start : first_step_end(self.events)], start):
             if isinstance(event, Alloc) and event.id in self.known:

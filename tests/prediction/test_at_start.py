@@ -97,6 +97,24 @@ def at_start(traced, settings=None):
     return read_segments(segments, 0, held)
 
 
+def test_what_another_stream_freed_before_the_first_step_has_left_its_segment_there():
+    """As where Lightning wraps a model: DDP's broadcast and its buckets, on a stream of its own."""
+    traced = traced_step(16)
+    events = list(traced.trace.events)
+    place = next(number for number, event in enumerate(events) if isinstance(event, StepStart))
+    broadcast = Alloc(FIRST_OF_BEFORE, 36 * MiB, 1)
+    buckets = [Alloc(FIRST_OF_BEFORE + 1, 30 * MiB, 1), Alloc(FIRST_OF_BEFORE + 2, 4 * MiB, 1)]
+    of_others = (broadcast, Free(broadcast.id), *buckets)
+    in_job = predicted(
+        replace(traced, trace=AllocationTrace((*events[:place], *of_others, *events[place:])))
+    )
+    found = at_start(after(traced, [100 * MiB]))
+    again = in_job.begun_with(found)
+    assert again.at_start
+    alone = predicted(traced).begun_with(found)
+    assert again.peak_reserved_bytes - alone.peak_reserved_bytes == 36 * MiB
+
+
 def free(size_bytes):
     return Segment(is_small=False, parts=(Part(size_bytes),))
 
