@@ -10,6 +10,7 @@ import warnings
 
 import torch
 from rank_cases import Block, Transformer, figures, loss_of, wait_until_seen
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 NUM_STEPS, BATCH_SIZE, LENGTH = 6, 4, 128
@@ -20,6 +21,10 @@ GATHERED = "ddp, gathered"
 MANUAL = "ddp, manual"
 #: Parameters stay gathered from the forward to the backward pass.
 GRADIENTS_SHARDED = "fsdp, gradients sharded"
+#: Gradients are sent in half precision, by a hook that allocates in the stream of DDP's setup.
+COMPRESSED = "ddp, compressed"
+#: A layer of the model has no gradient, and DDP looks for those: it keeps its first buckets.
+UNUSED = "ddp, unused"
 #: With a module that `torch.compile` has compiled.
 COMPILED = "ddp, compiled"
 
@@ -41,6 +46,8 @@ def run(rank, world_size, folder, name, port, validates=False, predicts=True):
         def __init__(self):
             super().__init__()
             self.net = Transformer()
+            if name == UNUSED:
+                self.unused = torch.nn.Linear(1024, 1024)
             self.automatic_optimization = name != MANUAL
 
         def configure_model(self):
@@ -89,6 +96,8 @@ def run(rank, world_size, folder, name, port, validates=False, predicts=True):
         COMPILED: DDPStrategy,
         GATHERED: DDPStrategy,
         MANUAL: DDPStrategy,
+        COMPRESSED: lambda: DDPStrategy(ddp_comm_hook=bf16_compress_hook),
+        UNUSED: lambda: DDPStrategy(find_unused_parameters=True),
         GRADIENTS_SHARDED: lambda: FSDPStrategy(
             auto_wrap_policy={Block}, use_orig_params=True, sharding_strategy="SHARD_GRAD_OP"
         ),

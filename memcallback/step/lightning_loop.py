@@ -10,9 +10,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from memcallback.core.types import Stage
 from memcallback.step.lightning_private import (
+    asks_ranks_for_signals,
     caches_autocast,
     optimizer_in,
     package_of,
@@ -20,7 +22,7 @@ from memcallback.step.lightning_private import (
     trainer_of,
 )
 from memcallback.step.ranks import replicated
-from memcallback.step.trainer_placeholder import Placeholder, TrainerPlaceholder
+from memcallback.step.trainer_placeholder import Placeholder, TrainerPlaceholder, is_in_fake_world
 
 #: The names of a LightningModule's evaluation steps -> what they are steps of.
 _STAGES = {"validation": Stage.VALIDATION, "test": Stage.TEST, "predict": Stage.PREDICTION}
@@ -79,6 +81,12 @@ class LightningLoop:
             "bf16-mixed", device="cpu"
         )
         return caches_autocast(plugin)
+
+    @staticmethod
+    def begin_batch(module: Any, device_type: str) -> None:
+        """Ask rank 0 for signals before a batch, as Lightning does: other collectives end."""
+        if is_in_fake_world() and asks_ranks_for_signals(package_of(module)):
+            dist.broadcast(torch.tensor([0], device=device_type), src=0)
 
     def training_step(self, module: Any, batch: object, number: int = 0) -> object:
         """Call `training_step` with the number of the batch, under the step's default dtype."""

@@ -57,6 +57,12 @@ def ask_no_rank_for_signals(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
+def asks_ranks_for_signals(package: str) -> bool:
+    """Whether each batch begins with a broadcast that tells of a SIGTERM, as in Lightning 2.6."""
+    loop = import_module(f"{package}.loops.training_epoch_loop")._TrainingEpochLoop
+    return hasattr(loop, "_broadcast_sigterm_tensor")
+
+
 def end_of_fit(package: str) -> type[Exception]:
     """The exception by which Lightning's tuner ends a fit without a failure."""
     error: type[Exception] = _part(

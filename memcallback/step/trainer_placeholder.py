@@ -118,7 +118,7 @@ class TrainerPlaceholder(Placeholder):
         of_fit = {**_FACTS, **(facts or {})}
         num_in_loader = of_fit.pop(_LOADER)
         vars(self).update(of_fit)
-        has_ranks = _is_in_fake_world()
+        has_ranks = is_in_fake_world()
         self.world_size = self.num_devices = dist.get_world_size() if has_ranks else 1
         self.global_rank = self.local_rank = dist.get_rank() if has_ranks else 0
         self.node_rank, self.num_nodes = 0, 1
@@ -170,7 +170,7 @@ class _StrategyPlaceholder(Placeholder):
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
         """The tensor of all ranks, in a new first dimension; of one device as it is."""
-        if not _is_in_fake_world():
+        if not is_in_fake_world():
             return tensor
         gathered: torch.Tensor = all_gather(self._package, tensor, group, sync_grads)
         return gathered
@@ -188,7 +188,7 @@ class _StrategyPlaceholder(Placeholder):
         return decision
 
 
-def _is_in_fake_world() -> bool:
+def is_in_fake_world() -> bool:
     """Whether this thread is a rank of `fake_world`; ranks of the process are not asked."""
     if not dist.is_available() or not dist.is_initialized():
         return False

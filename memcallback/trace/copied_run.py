@@ -211,7 +211,7 @@ class CopiedRun:
             model=self._model,
             losses=self._losses or step.losses,
             optimizers=optimizers,
-            new_batches=partial(batches.new, step),
+            make_batches=partial(batches.new, step),
             marks=self.marks,
             device_type=self._device_type,
             reads=mode.placeholders.reads,

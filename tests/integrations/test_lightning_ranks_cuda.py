@@ -48,6 +48,8 @@ def run(strategy, folder, **options):
         (lightning_rank_cases.GATHERED, False),
         (lightning_rank_cases.MANUAL, False),
         (lightning_rank_cases.GRADIENTS_SHARDED, False),
+        (lightning_rank_cases.COMPRESSED, False),
+        (lightning_rank_cases.UNUSED, False),
     ],
 )
 def test_the_callback_predicts_each_rank(strategy, validates, tmp_path):

@@ -99,6 +99,8 @@ class TraceMode(FakeTensorMode):
             where nobody asks.
         follow_streams: Makes the stream current in which the running autograd node was made; None
             with a single stream.
+        accumulated_in: By id of parameter, the stream in which its gradients are accumulated, where
+            that is known.
         num_windows: Windows (updates, batches) that have run.
         num_windows_to_settle: Windows after which all later ones are alike.
         is_capturing: Whether a CUDA graph is recorded.
@@ -121,6 +123,7 @@ class TraceMode(FakeTensorMode):
         self.num_flops = self.sent_bytes = 0
         self.modules: Callable[[int], str] | None = None
         self.follow_streams: Callable[[], None] | None = None
+        self.accumulated_in: dict[int, int] = {}
         self.keeps_numbers = False
         self.in_flight = InFlight()
         self.values = KnownValues()

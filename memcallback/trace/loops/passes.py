@@ -29,7 +29,7 @@ class Training:
         model: The model.
         losses: Its losses.
         optimizers: Its optimizers.
-        new_batches: Makes the next batches, on the device.
+        make_batches: Makes the next batches, on the device.
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
         reads: A sentence for each line of code that has read a value which a trace does not know.
@@ -42,7 +42,7 @@ class Training:
     model: Any
     losses: Sequence[Loss]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    new_batches: Callable[[int], list[Any]]
+    make_batches: Callable[[int], list[Any]]
     marks: TraceMarks
     device_type: str
     reads: Iterable[str]
@@ -55,6 +55,12 @@ class Training:
             self.scaler = torch.amp.GradScaler("cpu")
         compile_update = self.step.compile_update
         self._parts = Parts() if compile_update is None else compiled_parts(compile_update)
+
+    def new_batches(self, count: int) -> list[Any]:
+        """The next batches, on the device."""
+        if self.step.lightning is not None:
+            self.step.lightning.begin_batch(self.model, self.device_type)
+        return self.make_batches(count)
 
     def new_batch(self) -> Any:
         """The next batch, on the device."""

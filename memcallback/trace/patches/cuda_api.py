@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,7 +179,7 @@ class Streams:
 
     def __init__(self, mode: TraceMode) -> None:
         self._mode = mode
-        self._numbers = count()
+        self._all: list[Stream] = []
         self.default = self._current = self.new()
         self._node_streams = SequenceLog(self.default)
         #: The autograd node that made its stream the current one.
@@ -188,7 +187,8 @@ class Streams:
 
     def new(self) -> Stream:
         """Another stream."""
-        return Stream(self, next(self._numbers))
+        self._all.append(Stream(self, len(self._all)))
+        return self._all[-1]
 
     @property
     def is_capturing(self) -> bool:
@@ -221,12 +221,18 @@ class Streams:
 
     def _follow_node(self) -> None:
         node = torch._C._current_autograd_node()
-        number = None if node is None else node._sequence_nr()
-        # A node that accumulates gradients has no number: it runs in the stream of the node before.
-        if number is None or number >= _NO_NUMBER or number == self._node:
+        if node is None:
             return
-        self._node = number
-        self._set(self._node_streams.at(number))
+        number = node._sequence_nr()
+        if number >= _NO_NUMBER:
+            # It accumulates gradients. Where nobody knows its stream, that of the node before is.
+            stream = self._mode.accumulated_in.get(id(getattr(node, "variable", None)))
+            if stream is not None:
+                self._node = None
+                self._set(self._all[stream])
+        elif number != self._node:
+            self._node = number
+            self._set(self._node_streams.at(number))
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def rank_patches(mode: TraceMode) -> Iterator[Patch]:
     # Compares the shapes of all ranks.
     verify = "_verify_param_shape_across_processes"
     yield nn.parallel.distributed, verify, lambda *args, **kwargs: None
-    yield ddp, "_ddp_init_helper", _with_numbers(mode, ddp._ddp_init_helper)
+    yield ddp, "_ddp_init_helper", _ddp_init_helper(mode, ddp._ddp_init_helper)
     yield ddp, "_pre_forward", _with_numbers(mode, ddp._pre_forward)
     for module in _modules_that_prepare():
         prepare = "prepare_for_backward"
@@ -129,6 +129,20 @@ def _with_numbers(mode: TraceMode, original: Callable[..., Any]) -> Callable[...
             mode.keeps_numbers = before
 
     return call
+
+
+def _ddp_init_helper(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note the stream in which DDP makes the nodes that accumulate gradients.
+
+    Its communication hooks run in it. Lightning wraps a model in a stream of its own.
+    """
+    init = _with_numbers(mode, original)
+
+    def helper(model: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        mode.accumulated_in |= dict.fromkeys(map(id, parameters), mode.ledger.stream)
+        return init(model, parameters, *args, **kwargs)
+
+    return helper
 
 
 def _register_comm_hook(mode: TraceMode, original: Callable[..., Any]) -> Callable[..., Any]:
