@@ -12,6 +12,7 @@ import pytest
 import torch
 from needs import needs_recorded_version
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -149,6 +150,20 @@ def test_real_tensors_keep_their_decomposition_before_during_and_after(capfd):
         assert all(torch.equal(a, b) for a, b in zip(before, other, strict=True))
     assert {name: torch._C._dispatch_dump(f"aten::{name}") for name in tables} == tables
     assert capfd.readouterr().err == ""
+
+
+def test_a_call_in_the_python_dispatcher_is_not_remembered_beyond_the_block():
+    """Compilers run in it. What it remembers of the block has no derivative outside."""
+
+    def gradient():
+        weight = torch.ones(4, 4, requires_grad=True)
+        with enable_python_dispatcher():
+            F.linear(torch.ones(2, 4), weight).sum().backward()
+        return weight.grad
+
+    with registered(spec()):
+        assert torch.equal(gradient(), torch.full((4, 4), 2.0))
+    assert torch.equal(gradient(), torch.full((4, 4), 2.0))
 
 
 def test_nothing_stays_behind_after_an_error_and_it_can_be_had_again():

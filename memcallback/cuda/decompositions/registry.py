@@ -20,6 +20,7 @@ from memcallback.core.torch_private import (
     has_kernel,
     tree_iter,
 )
+from memcallback.cuda.aten_kernels import aten_kernels
 from memcallback.cuda.decompositions import layers, rnn, sync_batch_norm
 from memcallback.cuda.decompositions.attention import scaled_dot_product_attention
 from memcallback.cuda.decompositions.ctc import ctc_loss
@@ -78,20 +79,21 @@ def registered(device: DeviceSpec | None) -> Iterator[None]:
     Real tensors, in any thread, keep PyTorch's own decomposition. Only one such block may be open
     in a process.
     """
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for name, kernel in _kernels_on(device).items():
-            library.impl(name, _for_fakes_only(name, kernel), "AutogradCPU")
-        for name, shapes in _MISSING_SHAPES.items():
-            if not has_kernel(f"aten::{name}", "Meta"):
-                library.impl(name, shapes, "Meta")
+    kernels: list[tuple[str, str, Composite]] = [
+        (name, "AutogradCPU", _for_fakes_only(name, kernel))
+        for name, kernel in _kernels_on(device).items()
+    ]
+    kernels += [
+        (name, "Meta", shapes)
+        for name, shapes in _MISSING_SHAPES.items()
+        if not has_kernel(f"aten::{name}", "Meta")
+    ]
+    with aten_kernels(kernels):
         yield
-    finally:
-        library._destroy()
 
 
 #: Shapes of operators that PyTorch has only for CUDA, without a fake kernel.
-_MISSING_SHAPES = {
+_MISSING_SHAPES: dict[str, Composite] = {
     "_thnn_fused_gru_cell": rnn.gru_cell_meta,
     "_thnn_fused_gru_cell_backward": rnn.gru_cell_backward_meta,
     **sync_batch_norm.SHAPES,
@@ -106,16 +108,16 @@ _compiles = False
 def for_compiler(device: DeviceSpec) -> Iterator[None]:
     """Decompose what is compiled inside the block, whose tensors are of device `meta` for C++."""
     global _compiles
-    library = torch.library.Library("aten", "IMPL")
+    kernels = composite_kernels(device)
     before, _compiles = _compiles, True
     try:
-        for name, kernel in composite_kernels(device).items():
-            library.impl(name, kernel, "AutogradMeta")
-        with _without_meta_kernels(_composites_with_meta_kernels()):
+        with (
+            aten_kernels((name, "AutogradMeta", kernel) for name, kernel in kernels.items()),
+            _without_meta_kernels(_composites_with_meta_kernels()),
+        ):
             yield
     finally:
         _compiles = before
-        library._destroy()
 
 
 @functools.cache

@@ -6,6 +6,7 @@ All are in ATen/native/cuda/Normalization.cu and Normalization.cuh. What they al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def _backward_elemt(grad_out: Any, input: Any, *args: Any) -> Any:
 
 
 #: Name -> its outputs.
-SHAPES = {
+SHAPES: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _stats,
     "batch_norm_gather_stats": _gather_stats,
     "batch_norm_gather_stats_with_counts": _gather_stats,

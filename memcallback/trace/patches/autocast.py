@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from memcallback.cuda.aten_kernels import aten_kernels
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _OFF = torch._C.DispatchKeySet(_KEY)
@@ -100,19 +102,17 @@ def is_eligible(value: object) -> bool:
 @contextmanager
 def registered(cache: AutocastCache) -> Iterator[None]:
     """Let the dispatcher call CUDA's autocast kernels for this thread's CPU tensors."""
-    library = torch.library.Library("aten", "IMPL")
     was_included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-    try:
+    with ExitStack() as stack:
         with warnings.catch_warnings():
             # PyTorch warns once that a kernel is overridden.
             warnings.simplefilter("ignore")
-            for name, function in _kernels(cache):
-                library.impl(name, function, "AutocastCUDA")
+            stack.enter_context(
+                aten_kernels((name, "AutocastCUDA", kernel) for name, kernel in _kernels(cache))
+            )
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        stack.callback(torch._C._dispatch_tls_set_dispatch_key_included, _KEY, was_included)
         yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_included)
-        library._destroy()
 
 
 def _kernels(cache: AutocastCache) -> Iterator[tuple[str, Callable[..., Any]]]:
