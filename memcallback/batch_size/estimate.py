@@ -348,7 +348,7 @@ def estimate_from_trace(
         largest = bounds.most
     if largest is None:
         return None
-    at_all = limits_of(peaks, capacity_bytes - outside_bytes).at_all
+    at_all = peaks.largest_at_all(capacity_bytes - outside_bytes)
     if at_all is not None and largest > at_all:
         largest = replays.largest_up_to(at_all, lambda size: peaks.fits(size, budget_bytes))
     leaves_out = _always_left_out(outside_bytes)

@@ -102,8 +102,26 @@ class TracedPeak:
                 budget_bytes - self.shift_bytes,
             )
         return self.replays.largest(
-            lambda batch_size: self.fits(batch_size, budget_bytes), start=self.batch_size
+            lambda batch_size: self.fits(batch_size, budget_bytes),
+            start=self.batch_size,
+            within_bytes=budget_bytes - self.shift_bytes,
         )
+
+    def on(self, free_bytes: int) -> BatchReplays:
+        """Replays on a device on which so much is free for the step and its shift."""
+        device = self.replays.device
+        capacity_bytes = free_bytes - self.shift_bytes + device.outside_bytes
+        return self.replays.on(replace(device, capacity_bytes=capacity_bytes))
+
+    def largest_at_all(self, free_bytes: int) -> int | None:
+        """The largest batch size that fits with nothing kept free, perhaps with retries.
+
+        None if unknown or unlimited. Unknown where each size takes a trace: a search would take as
+        long again.
+        """
+        if self.traced_sizes is not None:
+            return None
+        return self.on(free_bytes).largest_at_all(self.batch_size)
 
 
 def counted_peak(step: StepMemory) -> int | None:
@@ -122,13 +140,10 @@ def limits_of(peaks: PeakLine | TracedPeak, free_bytes: int) -> Limits:
     without_retry = peaks.largest_within(free_bytes)
     if not isinstance(peaks, TracedPeak):
         return Limits(at_all=None, without_retry=without_retry)
-    replays = peaks.replays
-    capacity_bytes = free_bytes - peaks.shift_bytes + replays.device.outside_bytes
-    device = replace(replays.device, capacity_bytes=capacity_bytes)
-    limits = replays.on(device).limits(peaks.batch_size)
+    limits = peaks.on(free_bytes).limits(peaks.batch_size)
     if limits.at_all is None or without_retry is None or without_retry <= limits.at_all:
         return replace(limits, without_retry=without_retry)
-    smaller = replays.largest_up_to(limits.at_all, lambda size: peaks.fits(size, free_bytes))
+    smaller = peaks.replays.largest_up_to(limits.at_all, lambda size: peaks.fits(size, free_bytes))
     return replace(limits, without_retry=smaller)
 
 

@@ -290,7 +290,7 @@ class BatchReplays:
             return Limits(at_all=None, without_retry=None)
         without_retry = self.largest(self.fits_without_retry, start=start)
         # This search knows the sizes that ran out of memory in the other.
-        at_all = self.largest(self.fits, start=start, by_allocated=True)
+        at_all = self.largest_at_all(start)
         if at_all is None or without_retry is None:
             return Limits(at_all=at_all, without_retry=without_retry)
         fitting = max(
@@ -304,6 +304,10 @@ class BatchReplays:
             else self.largest_up_to(at_all, self.fits_without_retry),
             fits_again=fitting if fitting > at_all else None,
         )
+
+    def largest_at_all(self, start: int) -> int | None:
+        """The largest batch size that fits, perhaps with retries, searched from `start`."""
+        return self.largest(self.fits, start=start, by_allocated=True)
 
     def largest_with_headroom(self, start: int, at_all: int | None) -> int | None:
         """The largest batch size up to a limit with `DEFAULT_HEADROOM` of the device kept free."""

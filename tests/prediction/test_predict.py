@@ -13,6 +13,7 @@ from torch import nn
 
 import memcallback as mc
 from memcallback import PredictionError, TrainingStep
+from memcallback.batch_size.estimate import suggest
 from memcallback.core.types import Kind
 from memcallback.core.units import GiB, MiB
 from memcallback.prediction.batch_trace import UnknownBatchSize
@@ -136,7 +137,9 @@ def test_a_suggestion_fits_although_fewer_samples_can_need_more():
     assert drops
     for size, more in drops:
         capacity_bytes = (more + needed[size - size % 8]) // 2 + context_bytes
-        advice = mc.suggest_batch_size(step, device=card_of(capacity_bytes), headroom=0.0)
+        advice = suggest(
+            measured=None, predicted=prediction, capacity_bytes=capacity_bytes, headroom=0.0
+        )
         assert 0 < needed[advice.batch_size] <= capacity_bytes - context_bytes
         assert advice.batch_size % 8 == 0 or (
             advice.batch_size == advice.largest and advice.largest < 16
@@ -145,6 +148,8 @@ def test_a_suggestion_fits_although_fewer_samples_can_need_more():
             needed[advice.accumulate_for(2 * (size - size % 8)).batch_size]
             <= capacity_bytes - context_bytes
         )
+    traced = mc.suggest_batch_size(step, device=card_of(capacity_bytes), headroom=0.0)
+    assert (traced.batch_size, traced.largest) == (advice.batch_size, advice.largest)
 
 
 def test_several_ranks_have_buckets_besides():

@@ -123,7 +123,7 @@ def llama():
         "vocab_size": 512,
         "hidden_size": 256,
         "intermediate_size": 512,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
     }
     config = transformers.LlamaConfig(
         **sizes, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False

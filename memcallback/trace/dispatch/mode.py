@@ -387,6 +387,7 @@ class TraceMode(FakeTensorMode):
         """Count the references to gradients that certainly nobody else holds."""
         assert not self.is_recording
         is_on = torch.is_anomaly_enabled()
+        key = is_on, torch._C._is_multithreading_enabled(), self.spec is None
         with (
             self,
             torch.enable_grad(),
@@ -394,6 +395,6 @@ class TraceMode(FakeTensorMode):
             torch.autograd.set_detect_anomaly(is_on, check_nan=False),
         ):
             self.is_recording = True
-            self._in_place.calibrate()
+            self._in_place.calibrate(key)
             self.is_recording = False
         self.ledger = Ledger()
