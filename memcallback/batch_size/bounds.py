@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.validation import DEFAULT_MULTIPLE, whole_number
 
 
@@ -49,7 +50,8 @@ class BatchSizeBounds:
         """The bounds by a data loader's dataset; none if its length is unknown."""
         try:
             return cls(dataset_size=len(loader.dataset), world_size=num_ranks)
-        except Exception:  # several loaders, a stream, fewer samples than ranks, or the user's code
+        except Exception as error:  # several loaders, a stream, few samples, or the user's code
+            raise_if_meant(error)
             return DEFAULT_BOUNDS
 
     @property

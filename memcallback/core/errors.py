@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.interruptions import ENDS, PassOver, raise_if_meant
 from memcallback.core.visible import visible
 
 
@@ -26,7 +26,7 @@ def warn(text: str) -> None:
 
 def warn_and_go_on(text: str) -> None:
     """Warn inside a training or while an error propagates; silent where warnings are errors."""
-    with suppress(MemoryWarning):
+    with PassOver():  # also where a warning cannot be shown, as on a closed stderr
         warnings.warn(visible(text), MemoryWarning, stacklevel=3)
 
 
@@ -65,7 +65,7 @@ def fail_safe(hook: Callable[_P, _R]) -> Callable[_P, _R | None]:
         except ENDS as error:  # we may fail in any way, and a logger may want to end the program
             raise_if_meant(error)
             owner._is_broken = True
-            with suppress(Exception):  # what has failed may fail again when it is closed
+            with PassOver():  # what has failed may fail again when it is closed
                 owner._release()
             warn_and_go_on(
                 f"{type(owner).__name__} has stopped recording: {type(error).__name__} in "

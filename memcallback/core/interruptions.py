@@ -19,6 +19,21 @@ def raise_if_meant(error: BaseException) -> None:
         raise error
 
 
+class PassOver:
+    """A context that goes on after an error in it, unless a signal brought that."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, Exception) and not _is_from_signal(error)
+
+
 def _is_from_signal(error: BaseException) -> bool:
     """Whether a signal handler raised an error, in whatever code it interrupted.
 

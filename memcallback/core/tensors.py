@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice, pairwise
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
 from memcallback.core.by_class import by_class
+from memcallback.core.interruptions import PassOver, raise_if_meant
 from memcallback.core.torch_private import (
     DisableTorchFunction,
     FakeTensor,
@@ -104,25 +106,40 @@ def children(obj: object) -> list[object] | None:
     if isinstance(obj, _LEAVES):
         return None
     try:
-        if isinstance(obj, Mapping):
-            return list(obj.values())
-        if isinstance(obj, (list, tuple, set, frozenset)):
-            return list(obj)
-        if dataclasses.is_dataclass(obj):
-            return [getattr(obj, field.name, None) for field in dataclasses.fields(obj)]
+        items = items_of(obj)
+        if items is not None:
+            return items
         # Functions and modules of Python have attributes too, and would lead everywhere.
         if inspect.isroutine(obj) or isinstance(obj, (ModuleType, partial)):
             return []
         # Batches of other libraries (graphs, tokenized text) keep their tensors in attributes.
-        return list(attributes(obj).values())
-    except Exception:  # a user's object may fail when it is read
+        values = attributes(obj)
+        if dataclasses.is_dataclass(obj):
+            return [values[one.name] for one in dataclasses.fields(obj) if one.name in values]
+        return list(values.values())
+    except Exception as error:  # a user's object may fail when it is read
+        raise_if_meant(error)
         return []
+
+
+def items_of(obj: Any) -> list[Any] | None:
+    """The items of a container of Python, of a mapping its values; None for any other object.
+
+    They are read past the methods of the object's class, which may compute items as they are read.
+    """
+    container: Any
+    for container in (list, tuple, set, frozenset, deque):
+        if isinstance(obj, container):
+            return list(container.__iter__(obj))
+    if isinstance(obj, dict):
+        return list(dict.values(obj))
+    return list(obj.values()) if isinstance(obj, MappingProxyType) else None
 
 
 def attributes(obj: object) -> dict[str, object]:
     """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
     values: dict[str, object] = {}
-    with suppress(Exception):  # a class may make even its __dict__ a property
+    with PassOver():  # a class may make even its __dict__ a property
         own = object.__getattribute__(obj, "__dict__")
         if type(own) is dict:
             values.update((name, value) for name, value in own.items() if type(name) is str)

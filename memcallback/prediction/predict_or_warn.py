@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from time import perf_counter
 
 import torch
 
 from memcallback.core.errors import CompiledCodeError, PredictionError, reason_of, warn_and_go_on
-from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.interruptions import ENDS, PassOver, raise_if_meant
 from memcallback.core.module_table import ModuleTable
 from memcallback.core.step_memory import StepMemory
 from memcallback.devices.catalogue import Device
@@ -85,7 +84,7 @@ def device_or_error(device: torch.device) -> Device | Exception:
 
 def begun_with(prediction: Prediction, segments: Sequence[Segment]) -> Prediction:
     """A prediction that begins with what the allocator has; as it is if that cannot be."""
-    with suppress(Exception):  # a real allocator can have what a simulated one cannot take over
+    with PassOver():  # a real allocator can have what a simulated one cannot take over
         return prediction.begun_with(segments)
     return prediction
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.interruptions import ENDS, PassOver, raise_if_meant
 from memcallback.core.tensors import storages_of, tensors_in
 from memcallback.core.torch_private import is_memory_history_on
 from memcallback.prediction.allocator.at_start import Segment, read_segments
@@ -33,7 +32,7 @@ class AllocatorAtStart:
         self._gradients: set[int] = set()
         if device.type != "cuda":
             return
-        with suppress(Exception):  # other allocators have no snapshot; a training goes on
+        with PassOver():  # other allocators have no snapshot; a training goes on
             models, optimizers = recorder.models, recorder.optimizers
             self._held = set(holdings(models, optimizers, None, device).storages)
             self._gradients = _addresses(
@@ -50,7 +49,7 @@ class AllocatorAtStart:
         What the first step makes anew counts as free: the batch, and gradients, which are freed
         before the first backward pass.
         """
-        with suppress(Exception):  # a batch of a user's can refuse to be read
+        with PassOver():  # a batch of a user's can refuse to be read
             made_anew = self._gradients | _addresses(batch)
             return read_segments(
                 self._snapshot, self._device_index, self._held - made_anew, made_anew

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from memcallback.core.errors import reason_of
-from memcallback.core.interruptions import ENDS, raise_if_meant
+from memcallback.core.interruptions import ENDS, PassOver, raise_if_meant
 from memcallback.isolation.isolated import TICK_S, TIMEOUT_S, Isolated, can_isolate
 from memcallback.prediction.apart import predict_apart
 from memcallback.prediction.predict_here import load_tracer
@@ -85,7 +84,7 @@ class PendingPrediction:
         return self.is_done
 
     def _say(self, text: str) -> None:
-        with suppress(Exception):  # a screen that is gone takes no prediction with it
+        with PassOver():  # a screen that is gone takes no prediction with it
             self._print(text)
 
     def close(self) -> None:

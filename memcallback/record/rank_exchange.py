@@ -22,13 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from memcallback.core.interruptions import PassOver
 from memcallback.core.types import Phase
 from memcallback.report.rank_values import RankPoint, RankValues
 
@@ -212,7 +212,7 @@ def _address() -> tuple[str, int] | None:
     """Host and port of the store of the rendezvous; None if it cannot be reached by network."""
     distributed: Any = torch.distributed
     store: Any = None
-    with suppress(Exception):  # a private function, and stores of others
+    with PassOver():  # a private function, and stores of others
         store = distributed.distributed_c10d._get_default_store()
         while isinstance(store, distributed.PrefixStore):
             store = store.underlying_store

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from memcallback.core.errors import warn_and_go_on
+from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.tensors import children, tensors_in, walk
 from memcallback.core.validation import MIN_SEQUENCE_LENGTH, kind_of, whole_number
 from memcallback.step.sample_lists import MOST_OBJECTS, SampleList, sample_list
@@ -82,14 +83,17 @@ def last_batch_size(loader: Any, batch_size: int | None) -> int | None:
             return None
         num_whole, rest = divmod(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
         times, is_uneven = divmod(batch_size, batches.batch_size)
-    except Exception:  # a stream, or the user's code
+    except Exception as error:  # a stream, or the user's code
+        raise_if_meant(error)
         return None
     return rest * times if rest and times and num_whole and not is_uneven else None
 
 
 def outline(batch: object) -> str:
     """The kind of a batch and the shapes of its first tensors."""
-    shapes = [str(tuple(tensor.shape)) for tensor in islice(tensors_in(batch), 3)]
+    shapes = [
+        str(tuple(tensor.shape)) for tensor in islice(tensors_in(batch, most=MOST_OBJECTS), 3)
+    ]
     return f"{kind_of(batch)} with tensors of {', '.join(shapes)}" if shapes else kind_of(batch)
 
 
@@ -112,7 +116,8 @@ def _parts(batch: object) -> tuple[list[torch.Tensor], list[SampleList]]:
 def _attribute(batch: object, name: str) -> object:
     try:
         return getattr(batch, name, None)
-    except Exception:  # a property of a user's batch can fail in any way
+    except Exception as error:  # a property of a user's batch can fail in any way
+        raise_if_meant(error)
         return None
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from torch.compiler import disable
 
 from memcallback.core import torch_private
+from memcallback.core.interruptions import PassOver
 from memcallback.step.hooks import Hook, is_error_in_module
 
 #: Attributes of a wrapper: what it wraps, and what it calls.
@@ -246,13 +247,13 @@ class _Compilations:
         self._hidden = sorted(self._hooks, key=lambda hooks: hooks.number)
         for hooks in self._hidden:
             # An error would be the training's, and Dynamo would count its compilations wrong.
-            with suppress(Exception):
+            with PassOver():
                 hooks.step_aside()
 
     def _end(self, *_: object) -> None:
         hidden, self._hidden = self._hidden, []
         for hooks in hidden:
-            with suppress(Exception):
+            with PassOver():
                 hooks.register()
 
 

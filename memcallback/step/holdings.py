@@ -17,6 +17,7 @@ from memcallback.core.tensors import is_on, storage_bytes, storages_of, tensors_
 from memcallback.core.torch_private import storage_id
 from memcallback.core.types import Category
 from memcallback.step.copies.optimizers import with_owned
+from memcallback.step.sample_lists import MOST_OBJECTS
 
 
 def holdings(
@@ -66,7 +67,7 @@ class HoldingsCounter:
             (Category.BUFFER, buffers),
             (Category.GRADIENT, gradients),
             (Category.OPTIMIZER_STATE, chain.from_iterable(map(_state_tensors, self._optimizers))),
-            (Category.INPUT, tensors_in(batch)),
+            (Category.INPUT, tensors_in(batch, most=MOST_OBJECTS)),
         )
         by_category: dict[Category, int] = {}
         storages: dict[int, int] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from memcallback.core.interruptions import PassOver
 from memcallback.core.types import Stage
 from memcallback.isolation.child import is_in_child
 from memcallback.step.lightning_batch import stand_in
@@ -41,7 +41,7 @@ def facts_of(trainer: Any) -> dict[str, int]:
     for name in _FACTS:
         if name in _OF_LOADER and not has_loader:
             continue
-        with suppress(Exception):  # a loader of the user's can fail in any way
+        with PassOver():  # a loader of the user's can fail in any way
             value = len(trainer.train_dataloader) if name == _LOADER else getattr(trainer, name)
             if type(value) is int:
                 facts[name] = value

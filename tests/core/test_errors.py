@@ -129,3 +129,15 @@ def test_a_warning_names_the_line_of_the_one_who_called_and_shows_controls(say):
 
 def test_an_errors_message_shows_controls_as_escapes():
     assert str(PredictionError("name \x1b[2J")) == r"name \x1b[2J"
+
+
+def test_a_warning_that_cannot_be_shown_does_not_stop_the_training(monkeypatch):
+    def show(*args, **kwargs):
+        raise ValueError("I/O operation on closed file.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        warn_and_go_on("a text")
+        with pytest.raises(ValueError, match="closed file"):
+            warn("a text")

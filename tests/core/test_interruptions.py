@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from memcallback.core.interruptions import ENDS, raise_if_meant, remember_handlers
+from memcallback.core.interruptions import ENDS, PassOver, raise_if_meant, remember_handlers
+from memcallback.step.batch import infer_batch_size
 
 
 @pytest.fixture
@@ -119,3 +120,34 @@ def test_what_a_handler_raises_that_has_taken_itself_away_goes_on(error, handled
     handled(signal.SIGTERM, handler)
     remember_handlers()  # a recorder does when it is made
     assert raised_by(lambda: interrupt(signal.SIGTERM)) == (error, True)
+
+
+class TimeLimit(Exception):
+    pass
+
+
+def test_an_error_is_passed_over_and_a_time_limit_is_not(handled):
+    def limit(*_):
+        raise TimeLimit
+
+    handled(signal.SIGUSR1, limit)
+    with PassOver():
+        raise ValueError
+    with pytest.raises(TimeLimit), PassOver():
+        interrupt(signal.SIGUSR1)
+    with pytest.raises(KeyboardInterrupt), PassOver():
+        raise KeyboardInterrupt
+
+
+def test_a_time_limit_that_comes_while_a_batch_is_read_goes_on(handled):
+    class Batch:
+        @property
+        def batch_size(self):
+            interrupt(signal.SIGUSR1)
+
+    def limit(*_):
+        raise TimeLimit
+
+    handled(signal.SIGUSR1, limit)
+    with pytest.raises(TimeLimit):
+        infer_batch_size(Batch())

@@ -345,8 +345,10 @@ def test_the_frames_of_an_error_let_go_of_what_they_held():
 def test_locals_that_the_program_asked_for_stay_as_they_are():
     values = torch.ones(1234)
     mine = locals()
-    live_tensors((), (), None, CPU, frames=[sys._getframe()])
+    mine["of_the_program"] = frame = sys._getframe()
+    live_tensors((), (), None, CPU, frames=[frame])
     assert mine["values"] is values
+    assert "frame" not in mine
 
 
 def test_a_debugger_does_not_lose_its_variables():

@@ -6,6 +6,7 @@ import gc
 import re
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,43 @@ def test_gradients_live_through_the_forward_pass_and_are_gone_when_backward_begi
         0,
         parameters,
     ]
+
+
+class Augmented(Mapping):
+    """A batch that draws its items as they are read."""
+
+    def __init__(self, x):
+        self.x, self.num_read = x, 0
+
+    def __getitem__(self, name):
+        self.num_read += 1
+        return self.x + torch.rand_like(self.x)
+
+    def __iter__(self):
+        return iter(["x"])
+
+    def __len__(self):
+        return 1
+
+    def to(self, device, **options):
+        return self
+
+
+def test_a_batch_that_computes_its_items_is_read_by_the_training_alone(tmp_path):
+    num_read = []
+
+    class Module(training.Automatic):
+        def training_step(self, batch, batch_idx):
+            return self.network(batch["x"]).sum()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            num_read.append(batch.num_read)
+
+    data = DataLoader(
+        torch.ones(16, training.NUM_FEATURES), batch_size=4, collate_fn=lambda x: Augmented(x[0])
+    )
+    record(tmp_path, Module(), data=data)
+    assert num_read == [1, 1, 1, 1]
 
 
 def test_an_accumulation_window_has_its_update_in_the_last_batch_and_the_partial_one_too(tmp_path):

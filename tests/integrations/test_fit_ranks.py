@@ -17,6 +17,7 @@ FAILURES = {
     "transfer": ("OutOfMemoryError: CUDA out of memory", "The search for a batch size"),
     "first size": ("ValueError: The memory of a step does not grow", "The search for a batch size"),
     "step": ("ZeroDivisionError: in the step", "The trial of batch size"),
+    "exit": ("SystemExit: 3", "The trial of batch size"),
 }
 
 JOB = """
@@ -56,6 +57,8 @@ class OneFails(Sized):
             return self.network(torch.ones(4, training.NUM_FEATURES)).sum()
         if self.fails_in("step") and len(batch[0]) != 8:
             raise ZeroDivisionError("in the step")
+        if self.fails_in("exit"):
+            sys.exit(3)
         return super().training_step(batch, batch_idx)
 
 if __name__ == "__main__":
@@ -63,7 +66,7 @@ if __name__ == "__main__":
     try:
         mc.fit_batch_size(loop, OneFails(), capacity="4MiB")
         told = "found"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = f"{{type(error).__name__}}: {{error}}"
     (Path(sys.argv[1]) / f"rank{{loop.global_rank}}.json").write_text(json.dumps(told))
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import FrameType, ModuleType
 import torch
 
 from memcallback.core.code_lines import is_library
+from memcallback.core.interruptions import PassOver
 from memcallback.core.torch_private import DisableTorchFunctionSubclass, storage_id
 from memcallback.core.types import Category
 from memcallback.diagnose.tensors.live import alive_objects, grad_fn_of, live_storages
@@ -201,7 +201,7 @@ def _computed_storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     computed = set()
     with DisableTorchFunctionSubclass():
         for tensor in tensors:
-            with suppress(Exception):  # a tensor of a user's class without a storage
+            with PassOver():  # a tensor of a user's class without a storage
                 if grad_fn_of(tensor) is not None:
                     computed.add(storage_id(tensor.untyped_storage()))
     return computed
@@ -218,11 +218,11 @@ def _graph_sizes(
     )
     tensors: dict[str, torch.Tensor] = {}
     for owned in (*in_modules, *map(scope_tensors, scopes(frames)), in_globals):
-        with suppress(Exception):  # user code may run when its tensors are read
+        with PassOver():  # user code may run when its tensors are read
             tensors.update((owner, tensor) for owner, tensor in owned if tensor.requires_grad)
     sizes = {}
     for owner, tensor in list(tensors.items())[:_MAX_GRAPHS]:
-        with suppress(Exception), DisableTorchFunctionSubclass():  # a node of an extension
+        with PassOver(), DisableTorchFunctionSubclass():  # a node of an extension
             if (node := grad_fn_of(tensor)) is not None:
                 sizes[owner] = len(graph_nodes([node]))
     return sizes
@@ -230,7 +230,7 @@ def _graph_sizes(
 
 def _global_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in global variables of the user's files, with their owners."""
-    with suppress(Exception):  # a user's module may change while it is read
+    with PassOver():  # a user's module may change while it is read
         yield from scope_tensors(
             *(
                 Scope(values=dict(vars(module)), owner=f"variable '{{}}' in {Path(file).name}")
@@ -243,7 +243,7 @@ def _owner_of_storages(owned: Iterable[tuple[str, torch.Tensor]]) -> dict[int, s
     """Map the identity of each storage to its first owner."""
     owners: dict[int, str] = {}
     for owner, tensor in owned:
-        with suppress(Exception):  # a tensor of a user's class without a storage
+        with PassOver():  # a tensor of a user's class without a storage
             owners.setdefault(storage_id(tensor.untyped_storage()), owner)
     return owners
 

@@ -8,13 +8,13 @@ import re
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
 
 import torch
 
 from memcallback.core.code_lines import frames_of, line_of_error
+from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import keystr, tree_flatten_with_path
 from memcallback.core.types import Category
@@ -223,7 +223,7 @@ def _module_in(trace: TracebackType | None, modules: Sequence[torch.nn.Module]) 
     }
     innermost = None
     for frame, _ in frames_of(trace):
-        with suppress(Exception):  # a variable of a user's frame can be of any kind
+        with PassOver():  # a variable of a user's frame can be of any kind
             owner = variables(frame).get("self")
             if isinstance(owner, torch.optim.Optimizer):
                 innermost = None

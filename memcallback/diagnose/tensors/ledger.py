@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memcallback.core.code_lines import CodeLine, line_of
+from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import is_on, parts_of
 from memcallback.core.torch_private import (
     TorchDispatchMode,
@@ -106,7 +107,7 @@ class TensorLedger(TorchDispatchMode):
     ) -> object:
         """Run an operator, and record the storages it created."""
         outputs = func(*args, **(kwargs or {}))
-        with suppress(Exception):  # our errors must not reach the training
+        with PassOver():  # our errors must not reach the training
             self._record(func, outputs)
         return outputs
 

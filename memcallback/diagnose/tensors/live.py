@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from types import FrameType
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from memcallback.core.interruptions import PassOver, raise_if_meant
 from memcallback.core.tensors import is_on, parts_of, tensors_in
 from memcallback.core.torch_private import (
     DisableTorchFunctionSubclass,
@@ -200,10 +200,10 @@ class _Search:
 
     def add(self, source: str, owned: Iterable[_Owned]) -> None:
         """Add storages that no earlier source had; mark earlier ones that autograd saved."""
-        with suppress(Exception):  # reading a source may run user code; the rest of it is skipped
+        with PassOver():  # reading a source may run user code; the rest of it is skipped
             for tensor, owner, category, module in owned:
                 if tensor is not None and not issubclass(type(tensor), FakeTensor):
-                    with suppress(Exception):  # a tensor of a user's class without a storage
+                    with PassOver():  # a tensor of a user's class without a storage
                         for part in parts_of(tensor):
                             self._add_part(source, part, owner, category, module)
 
@@ -242,7 +242,7 @@ class _Search:
     def set_order(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Number the storages in the order of these tensors."""
         for order, tensor in enumerate(tensors):
-            with suppress(Exception):  # as in `add`
+            with PassOver():  # as in `add`
                 for part in parts_of(tensor) if tensor is not None else ():
                     known = self._found.get(storage_id(part.untyped_storage()))
                     if known is not None and known.live.order is None:
@@ -250,7 +250,7 @@ class _Search:
 
     def owner_of(self, tensor: torch.Tensor) -> str:
         """The owner of a tensor's storage; empty if unknown."""
-        with suppress(Exception):  # as in `add`
+        with PassOver():  # as in `add`
             for part in parts_of(tensor):
                 if (known := self._found.get(storage_id(part.untyped_storage()))) is not None:
                     return known.live.owner
@@ -289,7 +289,7 @@ def _models(
 def _parts(model: torch.nn.Module) -> set[int]:
     """The ids of the modules inside a model; empty for one that is not initialised."""
     parts: set[int] = set()
-    with suppress(Exception):  # a module before its __init__ has no children to read
+    with PassOver():  # a module before its __init__ has no children to read
         parts.update(id(part) for part in model.modules() if part is not model)
     return parts
 
@@ -299,7 +299,7 @@ def _named_parameters(models: Sequence[tuple[str, torch.nn.Module]]) -> dict[int
     parameters: dict[int, _Parameter] = {}
     for suffix, model in models:
         of_model: dict[int, _Parameter] = {}
-        with suppress(Exception):  # a user's module may override what is read here
+        with PassOver():  # a user's module may override what is read here
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 key = id(parameter)
                 if key in of_model:
@@ -358,7 +358,7 @@ def _other_gradients(
     """Gradients of tensors that are not parameters of a model."""
     for tensor in tensors:
         gradient = None
-        with suppress(Exception):  # a tensor of a user's class may refuse to be asked
+        with PassOver():  # a tensor of a user's class may refuse to be asked
             # For other tensors, reading `grad` makes PyTorch warn.
             gradient = tensor.grad if _is_leaf(tensor) or tensor.retains_grad else None
         if gradient is not None:
@@ -380,7 +380,8 @@ def grad_fn_of(tensor: torch.Tensor) -> Any:
     # one. That would change the sequence numbers of later nodes, and so the order of backward.
     try:
         return base_of(tensor).grad_fn
-    except Exception:  # a view of a tensor that was written meanwhile may refuse
+    except Exception as error:  # a view of a tensor that was written meanwhile may refuse
+        raise_if_meant(error)
         return None
 
 

@@ -6,13 +6,13 @@ Nothing is unpacked, since unpacking may recompute or copy a tensor (checkpointi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from memcallback.core.interruptions import PassOver, raise_if_meant
 from memcallback.core.torch_private import SavedTensor, sequence_nr
 
 #: Whether saved tensors can be read without unpacking them, as from PyTorch 2.11 on.
@@ -53,7 +53,8 @@ def graph_nodes(roots: Iterable[Any]) -> list[Any]:
         nodes[node] = None
         try:
             pending.extend(following for following, _ in node.next_functions)
-        except Exception:  # an extension's node without next_functions
+        except Exception as error:  # an extension's node without next_functions
+            raise_if_meant(error)
             continue
     return sorted(nodes, key=lambda node: int(sequence_nr(node)))
 
@@ -68,7 +69,8 @@ def saved_tensors(nodes: Iterable[Any], modules: Mapping[int, str | None]) -> It
                 for attribute, value in getattr(node, "__dict__", {}).items()
                 for tensor in _tensors(value)
             ]
-        except Exception:  # an extension's node, or a value in it that cannot be read
+        except Exception as error:  # an extension's node, or a value in it that cannot be read
+            raise_if_meant(error)
             continue
         for tensor in _saved_by(node):
             yield Saved(tensor=tensor, node=name, module=module)
@@ -84,7 +86,7 @@ def _saving_attributes(kind: type) -> tuple[str, ...]:
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     kind: type = type(node)
     for name in _saving_attributes(kind):
-        with suppress(Exception):  # freed by a backward pass
+        with PassOver():  # freed by a backward pass
             value = getattr(node, name)
             for saved in value if isinstance(value, tuple) else (value,):
                 yield from _tensors(getattr(saved, "data", None))

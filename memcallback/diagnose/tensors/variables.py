@@ -6,21 +6,22 @@ of reach have no owner.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from memcallback.core.code_lines import is_library
+from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import attributes
 
 #: Limits of a search: levels of containers and objects, objects below one variable, objects in all.
@@ -61,7 +62,10 @@ def stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a frame, by name; empty if reading them would keep their values alive."""
+    """The variables of a frame, by name; empty if reading them would change the program.
+
+    Or keep their values alive.
+    """
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
         values = dict(frame.f_locals)
         values.pop(_MARK, None)
@@ -69,18 +73,26 @@ def variables(frame: FrameType) -> dict[str, Any]:
     # Before Python 3.13 a function's f_locals is a dict that the frame keeps, with all values in
     # it, so we empty it again. Not under a debugger or profiler, where Python would write the empty
     # dict back to the variables.
-    if sys.gettrace() is not None or sys.getprofile() is not None:
+    # A function that calls locals() has this same dict, and reading would put in what is new.
+    is_watched = sys.gettrace() is not None or sys.getprofile() is not None
+    if is_watched or _calls_locals(frame.f_code):
         return {}
     frame_locals = frame.f_locals
     values = dict(frame_locals)
     mark = values.pop(_MARK, None)
-    # References: the frame's, ours and the argument's. With more, the program called locals()
-    # itself and has this same dict; then it shows the variables of this moment.
+    # References: the frame's, ours and the argument's. With more, the program has the dict.
     if sys.getrefcount(frame_locals) <= 3:
         frame_locals.clear()
         if mark is not None:
             frame_locals[_MARK] = mark
     return values
+
+
+def _calls_locals(code: CodeType) -> bool:
+    return "locals" in code.co_names and any(
+        step.opname == "LOAD_GLOBAL" and step.argval == "locals"
+        for step in dis.get_instructions(code)
+    )
 
 
 class _Mark:
@@ -160,7 +172,7 @@ def _search(roots: Iterable[tuple[str, str, object]]) -> Iterator[tuple[str, tor
     # root is nearer to it.
     depth_of: dict[int, int] = {}
     for owner, name, value in roots:
-        with suppress(Exception):  # an object that cannot be read ends the search of its root only
+        with PassOver():  # an object that cannot be read ends the search of its root only
             for path, tensor in _below(name, value, depth_of):
                 yield owner.format(path), tensor
 

@@ -72,7 +72,8 @@ class PlannedEvaluation(NamedTuple):
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except Exception:  # a stream, or the user's code
+    except Exception as error:  # a stream, or the user's code
+        raise_if_meant(error)
         return None
 
 

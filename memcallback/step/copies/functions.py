@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memcallback.core.tensors import walk
+from memcallback.core.tensors import attributes, items_of, walk
 
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000
 #: Containers whose contents are restored.
 _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -252,13 +252,14 @@ def contents_of(value: object) -> list[Any] | None:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (Mapping, *_CONTAINERS)):
-        try:
-            if len(value) > _MAX_ITEMS:
+    for container in _CONTAINERS:
+        if isinstance(value, container):
+            if container.__len__(value) > _MAX_ITEMS:
                 return None
-            return [*value, *value.values()] if isinstance(value, Mapping) else list(value)
-        except Exception:  # a user's own class of container may refuse
-            return None
+            keys = dict.keys(value) if isinstance(value, dict) else ()
+            return [*keys, *(items_of(value) or ())]
+    if isinstance(value, Mapping):
+        return list(attributes(value).values())
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
     return [*value.modules()] if isinstance(value, nn.Module) else None

@@ -18,6 +18,7 @@ from memcallback.core.torch_private import (
     storage_id,
 )
 from memcallback.isolation.child import is_in_child
+from memcallback.step.sample_lists import MOST_OBJECTS
 
 #: Values of larger tensors are not kept; of whole numbers and truth values, such as the masks of a
 #: large batch, more than of others, with which a program computes more.
@@ -53,7 +54,7 @@ def read_from_device(batch: object) -> None:
     """
     if is_in_child():
         return
-    for tensor in tensors_in(batch):
+    for tensor in tensors_in(batch, most=MOST_OBJECTS):
         if tensor.device.type == "cuda" and not tensor.is_floating_point() and _is_small(tensor):
             with suppress(RuntimeError):  # of a device in trouble, which the training will tell of
                 _read[tensor] = tensor.detach().cpu()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from memcallback.core.interruptions import raise_if_meant
+from memcallback.core.interruptions import ENDS, raise_if_meant
 from memcallback.diagnose.out_of_memory.errors import release_memory
 
 _FAILED, _DONE = range(2)
@@ -38,7 +38,7 @@ class Agreement:
         """
         try:
             yield
-        except Exception as error:  # the user's code can fail in any way
+        except ENDS as error:  # the user's code can fail, and end, in any way
             raise_if_meant(error)
             release_memory(self._device)  # the answer needs some
             self.smallest(_FAILED)

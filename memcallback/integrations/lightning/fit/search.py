@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,8 +121,9 @@ class FitSearch:
     def find(self) -> FittedBatchSize:
         """Find the size, and restore everything, the batch size too."""
         any_size = BatchSizeBounds(multiple_of=self._settings.multiple_of)
-        with ended_by_sigterm(), tempfile.TemporaryDirectory() as folder:
+        with ended_by_sigterm(), ExitStack() as stack:
             with self._ranks.of_all(_BEGINNING):
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
                 previous, num_samples = self._look(folder)
             cap, why = self._cap(num_samples)
             with self._ranks.of_all(_BEGINNING):

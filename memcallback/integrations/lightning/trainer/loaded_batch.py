@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 
+from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import tensors_in
 from memcallback.step.lightning_batch import has_batch_hooks
 
@@ -68,7 +68,7 @@ class _Seen:
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_watching:
             self._last = None
-            with suppress(Exception):  # a container of the user's can refuse to be read
+            with PassOver():  # a container of the user's can refuse to be read
                 self._last = _same_tensors(batch)
         return self._bring(batch, *args, **kwargs)
 

@@ -102,7 +102,8 @@ def _goes_on_after_an_epoch(trainer: Any) -> bool:
     try:
         if num_batches < len(trainer.train_dataloader):
             return False
-    except Exception:  # a loader of the user's can fail in any way
+    except Exception as error:  # a loader of the user's can fail in any way
+        raise_if_meant(error)
         return False
     num_updates = ceil(num_batches / trainer.accumulate_grad_batches)
     return (epochs in (None, -1) or epochs > 1) and (steps in (None, -1) or steps > num_updates)
