@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -599,6 +601,31 @@ def test_a_finished_fit_can_be_followed_by_a_search(tmp_path):
 def test_a_search_is_deterministic(tmp_path):
     first, second = (fit(tmp_path, Sized())[0] for _ in range(2))
     assert first.to_dict() == second.to_dict()
+
+
+def test_a_queue_of_a_running_thread_is_left_to_it(tmp_path):
+    tasks, goes_on = queue.Queue(), threading.Event()
+
+    def work():
+        is_over = False
+        while not is_over:
+            is_over = tasks.get() is None
+            goes_on.wait()
+            tasks.task_done()
+
+    class Saves(Sized):
+        def training_step(self, batch, batch_idx):
+            tasks.put(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    fit(tmp_path, Saves())
+    assert tasks.unfinished_tasks > 0
+    goes_on.set()
+    tasks.put(None)
+    thread.join()
+    assert tasks.unfinished_tasks == 0
 
 
 # The callback.

@@ -72,7 +72,19 @@ def is_left_alone(obj: object) -> bool:
     """Whether an object is not saved, nor what it holds; an instance of `may_be_visited`."""
     if isinstance(obj, type):
         return not is_users_class(obj)
+    if isinstance(obj, (queue.Queue, queue.SimpleQueue)):
+        return _has_threads_of_the_users()
     return isinstance(obj, LRU_CACHE) and not is_users_function(_innermost(obj))
+
+
+def _has_threads_of_the_users() -> bool:
+    """Whether threads of the user's run, which count what they take from a queue."""
+    targets = (getattr(thread, "_target", None) for thread in threading.enumerate())
+    functions = (getattr(target, "__func__", target) for target in targets)
+    return any(is_users_class(type(thread)) for thread in threading.enumerate()) or any(
+        isinstance(function, types.FunctionType) and is_users_function(function)
+        for function in functions
+    )
 
 
 def may_be_visited(kind: type) -> bool:
