@@ -1,10 +1,15 @@
 """With one sample steps often run in another way: attention has other kernels, for one."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
 
 import memcallback as mc
+from memcallback.core.units import GiB
+from memcallback.devices.catalogue import find_device
 
 CARD, LENGTH = "NVIDIA A100-SXM4-80GB", 64
 
@@ -30,6 +35,21 @@ def step_of(batch_size, length=LENGTH, **options):
     return mc.TrainingStep(Encoder(), words, loss=next_word, optimizer=torch.optim.AdamW, **options)
 
 
+@cache
+def of_its_own(batch_size, length=LENGTH, device=CARD):
+    """The prediction of a step that has this batch size and length."""
+    return mc.predict(step_of(batch_size, length), device=device)
+
+
+@cache
+def of_one_sample():
+    """The prediction for all lengths from one sample, and what its progress said."""
+    told = []
+    step = step_of(1, sequence_length=LENGTH)
+    one = mc.predict(step, device=CARD, progress=lambda done, num: told.append((done, num)))
+    return one, told
+
+
 def peaks(prediction):
     return [
         (window.label, window.peak_allocated_bytes, window.peak_reserved_bytes)
@@ -40,11 +60,11 @@ def peaks(prediction):
 
 @pytest.mark.parametrize("device", [CARD, "cpu"])
 def test_a_step_of_one_sample_is_predicted_at_every_batch_size(device):
-    one = mc.predict(step_of(1), device=device)
+    one = of_its_own(1, device=device)
     assert not [caveat for caveat in one.caveats if "Only batch size" in caveat]
     assert one.trace.exceptions
     for batch_size in (2, 3, 20):
-        own = mc.predict(step_of(batch_size), device=device)
+        own = of_its_own(batch_size, device=device)
         assert peaks(one.at(batch_size)) == peaks(own)
         assert one.at(batch_size).by_module == own.by_module
     # And the way back.
@@ -52,14 +72,14 @@ def test_a_step_of_one_sample_is_predicted_at_every_batch_size(device):
 
 
 def test_with_one_sample_other_sequence_lengths_are_known():
-    one = mc.predict(step_of(1, sequence_length=LENGTH), device=CARD)
+    one, _ = of_one_sample()
     for batch_size, length in ((1, 32), (1, 48), (5, 32)):
         other = one.at(batch_size, sequence_length=length)
-        assert peaks(other) == peaks(mc.predict(step_of(batch_size, length), device=CARD))
+        assert peaks(other) == peaks(of_its_own(batch_size, length))
 
 
 def test_a_suggestion_from_one_sample_is_that_from_more():
-    small = "1GiB"
+    small = replace(find_device(CARD), capacity_bytes=GiB)
     one, more = (mc.suggest_batch_size(step_of(size), device=small) for size in (1, 4))
     assert one.batch_size == more.batch_size > 100
     assert one.limit == more.limit
@@ -107,12 +127,7 @@ def test_with_one_sample_a_sequence_length_that_differs_is_found_and_told():
 
 
 def test_progress_counts_every_trace():
-    told = []
-    mc.predict(
-        step_of(1, sequence_length=LENGTH),
-        device=CARD,
-        progress=lambda done, num: told.append((done, num)),
-    )
+    _, told = of_one_sample()
     assert [done for done, _ in told] == [*range(1, 13)][: len(told)]
     assert all(done < num for done, num in told)
     assert told[-1] == (12, 13)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -10,11 +11,15 @@ from torch import nn
 import memcallback as mc
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
+from memcallback.devices.catalogue import find_device
 from memcallback.page.charts import LineChart
 from memcallback.prediction.batch_trace import UnknownBatchSize
 from memcallback.prediction.consumers import Peak
 from memcallback.prediction.peak_tree import peak_tree
 from memcallback.prediction.timeline import timeline_of
+
+#: A card with so little room for the step that it does not fit.
+SMALL = replace(find_device("L4"), capacity_bytes=540 * MiB)
 
 
 class Block(nn.Module):
@@ -43,9 +48,10 @@ def loss_of(model, batch):
     return model(batch).log_softmax(-1).square().mean()
 
 
-def predict(device="24GiB", **options):
+@cache
+def predict(device="L4"):
     step = mc.TrainingStep(Model(), torch.zeros(256, 128), loss=loss_of, optimizer=torch.optim.Adam)
-    return mc.predict(step, device=device, **options)
+    return mc.predict(step, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,9 @@ def tree(prediction):
     )
 
 
-@pytest.mark.parametrize("device", ["24GiB", "cpu", "20MiB"])
+@pytest.mark.parametrize("device", ["L4", "cpu", "20MiB"])
 def test_the_timeline_has_the_peaks_of_the_prediction(device):
-    prediction = predict(device if device != "20MiB" else 540 * MiB)
+    prediction = predict(device if device != "20MiB" else SMALL)
     assert prediction.fits is (device != "20MiB")
     drawn = timeline(prediction)
     peak = drawn.moments[drawn.peak]
@@ -99,8 +105,8 @@ def test_the_timeline_has_the_peaks_of_the_prediction(device):
 
 
 def test_a_long_step_keeps_its_peak_though_moments_share_columns():
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(400)))
-    prediction = mc.predict(mc.TrainingStep(model, torch.zeros(4, 8)), device="24GiB")
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Sigmoid() for _ in range(600)))
+    prediction = mc.predict(mc.TrainingStep(model, torch.zeros(4, 8)), device="L4")
     drawn = timeline(prediction)
     assert len(drawn.moments) < drawn.num_allocations
     assert drawn.moments[drawn.peak].allocated_bytes == prediction.peak_allocated_bytes
@@ -152,7 +158,7 @@ def test_a_page_begins_with_the_answer(prediction):
     assert page.title == f"mine:step, batch size 256 on {prediction.device_name}"
     assert page.verdict[0].startswith("Fits. Peak ")
     assert page.is_good
-    too_small = predict(540 * MiB).page()
+    too_small = predict(SMALL).page()
     assert too_small.verdict[0].startswith("Does not fit. Peak ")
     assert any("Out of memory in step 1" in line for line in too_small.verdict)
     assert too_small.is_good is False
@@ -175,7 +181,7 @@ def test_what_an_update_takes_for_itself_is_the_optimizers_on_the_page_too():
     step = mc.TrainingStep(
         model, torch.ones(1, 512), loss=lambda m, batch: m(batch).mean(), optimizer=torch.optim.Adam
     )
-    prediction = mc.predict(step, device="24GiB")
+    prediction = mc.predict(step, device="L4")
     assert prediction.peak_phase is Phase.OPTIMIZER_STEP
     boxes = {child.name: child.num_bytes for child in tree(prediction).children}
     assert boxes["optimizer step"] == prediction.by_category[Category.TEMPORARY]
@@ -216,7 +222,7 @@ class Differences(nn.Module):
 
 
 def test_batch_sizes_at_which_a_size_would_be_negative_are_not_on_the_chart():
-    predicted = mc.predict(mc.TrainingStep(Differences(), torch.zeros(32, 1024)), device="24GiB")
+    predicted = mc.predict(mc.TrainingStep(Differences(), torch.zeros(32, 1024)), device="L4")
     (chart,) = (
         part
         for section in predicted.page().sections
@@ -244,7 +250,7 @@ def test_a_step_that_does_not_fit_has_an_answer_though_small_batch_sizes_are_unk
 
 def test_a_step_that_changes_nothing_has_a_page():
     step = mc.InferenceStep(nn.Identity(), torch.zeros(0, 4), batch_size=1)
-    assert "One inference" in mc.predict(step, device="24GiB").page().html()
+    assert "One inference" in mc.predict(step, device="L4").page().html()
 
 
 def test_a_timeline_of_one_moment_is_drawn(prediction):

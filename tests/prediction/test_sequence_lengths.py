@@ -1,6 +1,8 @@
 """Predictions at other sequence lengths are those of a step whose batch has that length."""
 
 import random
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from memcallback.batch_size.sequence_lengths import sequence_lengths_of
 from memcallback.batch_size.suggest import suggest_batch_size
+from memcallback.core.units import GiB
 from memcallback.devices.catalogue import find_device
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.length_trace import UnknownSequenceLength
@@ -21,6 +24,8 @@ from memcallback.trace.request import TraceRequest
 from memcallback.trace.tracer import trace
 
 CARD = "NVIDIA A100-SXM4-80GB"
+#: The card with so little memory that a search for the batch size is short.
+SMALL = replace(find_device(CARD), capacity_bytes=GiB)
 WORDS, WIDTH, HEADS, LONGEST = 96, 32, 2, 2048
 
 
@@ -82,6 +87,13 @@ def traced(step, device=CARD):
     )
 
 
+@cache
+def of_all_lengths(fused=True, precision="32-true", device=CARD):
+    """A prediction from sequences of length 64."""
+    step = make_step(64, fused=fused, precision=precision, sequence_length=64)
+    return predict(step, device=device)
+
+
 def check(predicted, expected):
     assert [step.windows for step in predicted.steps] == [step.windows for step in expected.steps]
     assert predicted.at_peak == expected.at_peak
@@ -92,9 +104,7 @@ def check(predicted, expected):
     ("fused", "precision"), [(True, "32-true"), (True, "bf16-mixed"), (False, "32-true")]
 )
 def test_another_length_comes_out_as_if_it_had_been_traced(fused, precision, device):
-    predicted = predict(
-        make_step(64, fused=fused, precision=precision, sequence_length=64), device=device
-    )
+    predicted = of_all_lengths(fused, precision, device)
     assert predicted.sequence_length == 64
     for length, count in ((96, 4), (96, 9), (200, 2), (40, 4)):
         there = predicted.at(count, sequence_length=length)
@@ -161,10 +171,10 @@ def test_other_lengths_are_known_where_other_batch_sizes_are_not():
 
 
 def test_a_prediction_says_how_long_its_sequences_are():
-    predicted = predict(make_step(64, sequence_length=64), device=CARD).at(8, sequence_length=128)
+    predicted = of_all_lengths().at(8, sequence_length=128)
     assert "(batch size 8, sequence length 128) on" in str(predicted)
     assert predicted.to_dict()["sequence_length"] == 128
-    without = predict(make_step(64), device=CARD)
+    without = predict(make_step(64), device="cpu")
     assert "sequence length" not in str(without)
     assert without.to_dict()["sequence_length"] is None
     with pytest.raises(
@@ -266,7 +276,7 @@ def test_a_data_loader_tells_how_long_its_batches_are():
     generator = torch.Generator()
     states = torch.get_rng_state(), generator.get_state()
     advice = suggest_batch_size(
-        step, device="1GiB", sequence_lengths=loader_of([17, 200, 64] * 8, generator)
+        step, device=SMALL, sequence_lengths=loader_of([17, 200, 64] * 8, generator)
     )
     assert all(
         torch.equal(*pair)
@@ -275,7 +285,7 @@ def test_a_data_loader_tells_how_long_its_batches_are():
     # In 24 samples of three lengths, drawn four at a time, one batch at least has a longest one.
     assert (
         advice.batch_size
-        == suggest_batch_size(step, device="1GiB", sequence_lengths=[200]).batch_size
+        == suggest_batch_size(step, device=SMALL, sequence_lengths=[200]).batch_size
     )
     assert max(advice.by_sequence_length) == 200
     assert advice.by_sequence_length[200] == advice.batch_size
@@ -284,12 +294,12 @@ def test_a_data_loader_tells_how_long_its_batches_are():
 def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
     step = make_step(64, sequence_length=64)
     batches = [make_step(length).batch for length in (*range(16, 512, 3), 512)]
-    sizes = suggest_batch_size(step, device="1GiB", sequence_lengths=batches).by_sequence_length
+    sizes = suggest_batch_size(step, device=SMALL, sequence_lengths=batches).by_sequence_length
     assert list(sizes) == [64, 128, 192, 256, 320, 384, 448, 512]
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
     assert (
         sizes[128]
-        == suggest_batch_size(step, device="1GiB", sequence_lengths=[128, 512]).by_sequence_length[
+        == suggest_batch_size(step, device=SMALL, sequence_lengths=[128, 512]).by_sequence_length[
             128
         ]
     )
@@ -316,7 +326,7 @@ def test_the_lengths_of_batches_are_put_into_at_most_eight_buckets():
 def test_lengths_that_cannot_be_read_are_told_of(lengths, batches, text):
     with pytest.raises(ValueError, match=text):
         suggest_batch_size(
-            make_step(64, sequence_length=lengths), device="1GiB", sequence_lengths=batches
+            make_step(64, sequence_length=lengths), device=SMALL, sequence_lengths=batches
         )
 
 
@@ -326,4 +336,4 @@ def test_one_number_is_no_list_of_lengths():
         match=r"sequence_lengths must be lengths or a data loader, got .*5.*\. Give one length as "
         r"\[512\]\.",
     ):
-        suggest_batch_size(make_step(64, sequence_length=64), device="1GiB", sequence_lengths=5)
+        suggest_batch_size(make_step(64, sequence_length=64), device=SMALL, sequence_lengths=5)

@@ -83,7 +83,7 @@ def test_each_stage_holds_the_microbatches_that_are_in_flight(rank):
 
 
 def test_a_card_holds_its_stage_alone():
-    update = mc.predict(step(job(), optimizer=torch.optim.Adam), device="24GiB").step.windows[-1]
+    update = mc.predict(step(job(), optimizer=torch.optim.Adam), device="L4").step.windows[-1]
     held = update.end.by_category
     assert held[mc.Category.PARAMETER] == held[mc.Category.GRADIENT] == 2 * BLOCK_BYTES
     assert held[mc.Category.OPTIMIZER_STATE] == 2 * 2 * BLOCK_BYTES
@@ -251,11 +251,20 @@ def test_what_a_pipeline_is_not_is_refused():
         predicted(mc.Ranks(NUM_RANKS, own_schedule), loss=lambda schedule, batch: None)
 
 
-def train(rank, world_size, folder, schedule):
-    """One rank: the gradients of its stages."""
+def train(rank, world_size, folder):
+    """One rank: for each schedule, whether the gradients of its stages are those of the model."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
+    equal = {schedule: equal_gradients(rank, world_size, schedule) for schedule in TRAINED}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(equal, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def equal_gradients(rank, world_size, schedule):
+    """By parameter of the rank's stages, whether its gradient is that of the whole model."""
     torch.manual_seed(0)
     model = network()
     # Of the inputs all rows are one in memory.
@@ -270,21 +279,27 @@ def train(rank, world_size, folder, schedule):
     whole = network()
     whole.load_state_dict(model.state_dict())
     loss_of(whole, batch).backward()
-    equal = {
+    return {
         name: torch.allclose(parameter.grad, one.grad)
         for (name, parameter), one in zip(model.named_parameters(), whole.parameters(), strict=True)
         if parameter.grad is not None
     }
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(equal, file)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_pipeline_has_the_gradients_of_the_whole_model(tmp_path, schedule):
-    torch.multiprocessing.spawn(train, (2, str(tmp_path), schedule), nprocs=2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+TRAINED = ["1F1B", "Interleaved1F1B"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What `train` found on each of two ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    torch.multiprocessing.spawn(train, (2, str(folder)), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("schedule", TRAINED)
+def test_a_pipeline_has_the_gradients_of_the_whole_model(trained, schedule):
+    found = [one[schedule] for one in trained]
     assert all(found[0].values())
     assert all(found[1].values())
     assert {*found[0], *found[1]} == {name for name, _ in network().named_parameters()}

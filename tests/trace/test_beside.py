@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 import memcallback as mc
 from memcallback import Category, Phase
 
-CARD = "24GiB"
+CARD = "L4"
 BATCH = torch.zeros(16, 64)
 
 
@@ -26,9 +26,22 @@ def num_bytes(module):
     return sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
 
 
+def step_of(model, loss, **options):
+    return mc.TrainingStep(model, BATCH, loss=loss, optimizer=torch.optim.AdamW, **options)
+
+
 def predicted(model, loss, **options):
-    step = mc.TrainingStep(model, BATCH, loss=loss, optimizer=torch.optim.AdamW, **options)
-    return mc.predict(step, device=CARD)
+    return mc.predict(step_of(model, loss, **options), device=CARD)
+
+
+def squares(model, batch):
+    return model(batch).square().mean()
+
+
+@functools.cache
+def alone():
+    """The prediction of a model with nothing beside it."""
+    return predicted(network(256), squares)
 
 
 def parameter_bytes(prediction):
@@ -36,6 +49,7 @@ def parameter_bytes(prediction):
 
 
 GLOBAL_TEACHER = network(512).requires_grad_(False)
+TEACHER_BEFORE = [*map(torch.clone, GLOBAL_TEACHER.parameters())]
 
 
 def distilled(model, batch, teacher):
@@ -90,57 +104,65 @@ class WithTeacher(nn.Module):
         return distilled(self.model, batch, self.teacher)
 
 
+@functools.cache
+def predicted_with_a_teacher(way):
+    """A step whose loss reaches the teacher in this way, and its prediction, made here."""
+    model = network(256)
+    loss = ways_to_a_teacher(model, GLOBAL_TEACHER)[way]
+    step = step_of(model, loss)
+    prediction = mc.predict(step, device=CARD, isolate=False)
+    assert step.loss is loss
+    return step, prediction
+
+
+@functools.cache
+def whole():
+    """The prediction of the model with its teacher as a part of it."""
+    return predicted(WithTeacher(network(256), GLOBAL_TEACHER), lambda model, batch: model(batch))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_that_the_loss_reaches_is_on_the_device(way):
-    model = network(256)
-    found = predicted(model, ways_to_a_teacher(model, GLOBAL_TEACHER)[way])
-    whole = predicted(WithTeacher(model, GLOBAL_TEACHER), lambda model, batch: model(batch))
-    assert parameter_bytes(found) == num_bytes(model) + num_bytes(GLOBAL_TEACHER)
-    assert found.peak_allocated_bytes == whole.peak_allocated_bytes
-    assert found.peak_reserved_bytes == whole.peak_reserved_bytes
-    assert found.at(64).peak_allocated_bytes == whole.at(64).peak_allocated_bytes
+    step, found = predicted_with_a_teacher(way)
+    assert parameter_bytes(found) == num_bytes(step.model) + num_bytes(GLOBAL_TEACHER)
+    assert found.peak_allocated_bytes == whole().peak_allocated_bytes
+    assert found.peak_reserved_bytes == whole().peak_reserved_bytes
+    assert found.at(64).peak_allocated_bytes == whole().at(64).peak_allocated_bytes
 
 
 def test_a_loss_that_reaches_the_model_by_a_variable_trains_the_model():
     model = network(256)
     found = predicted(model, lambda _, batch: model(batch).square().mean())
-    passed = predicted(model, lambda model, batch: model(batch).square().mean())
-    assert found.step == passed.step
-    assert found.at(32).peak_allocated_bytes == passed.at(32).peak_allocated_bytes
+    assert found.step == alone().step
+    assert found.at(32).peak_allocated_bytes == alone().at(32).peak_allocated_bytes
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_users_modules_and_variables_are_as_before(way):
-    model, before = network(256), [*map(torch.clone, GLOBAL_TEACHER.parameters())]
-    loss = ways_to_a_teacher(model, GLOBAL_TEACHER)[way]
-    owner = getattr(loss, "__self__", loss)
-    step = mc.TrainingStep(model, BATCH, loss=loss, optimizer=torch.optim.AdamW)
-    mc.predict(step, device=CARD, isolate=False)
-    assert step.loss is loss
-    assert all(map(torch.equal, GLOBAL_TEACHER.parameters(), before))
+    step, _ = predicted_with_a_teacher(way)
+    owner = getattr(step.loss, "__self__", step.loss)
+    assert all(map(torch.equal, GLOBAL_TEACHER.parameters(), TEACHER_BEFORE))
     assert all(type(parameter) is nn.Parameter for parameter in GLOBAL_TEACHER.parameters())
     if isinstance(owner, Distilling):
-        assert (owner.model, owner.teacher) == (model, GLOBAL_TEACHER)
+        assert (owner.model, owner.teacher) == (step.model, GLOBAL_TEACHER)
         assert owner.num_calls == 0
 
 
 def test_an_average_of_the_weights_is_said_to_the_step():
     model = network(256)
     average = AveragedModel(model)
-    alone = predicted(model, lambda model, batch: model(batch).square().mean())
-    both = predicted(model, lambda model, batch: model(batch).square().mean(), also=[average])
-    more = parameter_bytes(both) - parameter_bytes(alone)
+    both = predicted(model, squares, also=[average])
+    more = parameter_bytes(both) - parameter_bytes(alone())
     assert more == num_bytes(model)
     # Blocks of the allocator are multiples of 512 bytes; so is the average's count of updates.
-    assert both.peak_allocated_bytes - alone.peak_allocated_bytes >= num_bytes(average)
-    assert both.peak_allocated_bytes - alone.peak_allocated_bytes < num_bytes(average) + 5 * 512
+    assert both.peak_allocated_bytes - alone().peak_allocated_bytes >= num_bytes(average)
+    assert both.peak_allocated_bytes - alone().peak_allocated_bytes < num_bytes(average) + 5 * 512
 
 
 def test_bare_tensors_beside_the_model_are_counted_too():
     model, shadow = network(256), [torch.zeros(1024, 1024), {"more": torch.zeros(512, 1024)}]
-    alone = predicted(model, lambda model, batch: model(batch).square().mean())
-    both = predicted(model, lambda model, batch: model(batch).square().mean(), also=shadow)
-    assert both.peak_allocated_bytes - alone.peak_allocated_bytes == 6 * 2**20
+    both = predicted(model, squares, also=shadow)
+    assert both.peak_allocated_bytes - alone().peak_allocated_bytes == 6 * 2**20
 
 
 def test_what_is_said_and_found_is_counted_once():

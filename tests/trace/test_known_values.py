@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import memcallback as mc
 from memcallback.core.allocation_trace import phase_events
 
-CARD = "24GiB"
+CARD = "L4"
 LENGTHS = torch.tensor([3, 9, 5, 7])
 
 
@@ -457,7 +457,7 @@ def margin_of_the_right_class(model, batch):
 def test_code_that_counts_on_the_true_shape_gets_that_of_the_known_values(num_classes):
     model, batch = nn.Linear(16, num_classes), (torch.zeros(32, 16), torch.arange(32) % 10)
     step = mc.TrainingStep(model, batch, loss=margin_of_the_right_class)
-    prediction = mc.predict(step, device="24GiB")
+    prediction = mc.predict(step, device=CARD)
     text = "aten::index has a shape that depends on values: that of this batch was taken."
     assert text in " ".join(prediction.caveats)
     assert "largest possible" not in " ".join(prediction.caveats)
@@ -466,7 +466,7 @@ def test_code_that_counts_on_the_true_shape_gets_that_of_the_known_values(num_cl
         (torch.zeros(64, 16), torch.arange(64) % 10),
         loss=margin_of_the_right_class,
     )
-    expected = mc.predict(again, device="24GiB").peak_allocated_bytes
+    expected = mc.predict(again, device=CARD).peak_allocated_bytes
     assert prediction.at(64).peak_allocated_bytes == expected
 
 
@@ -482,7 +482,7 @@ def test_code_that_fails_on_any_shape_says_so_with_the_largest():
         match=r"invalid for input of size 320\. The shape of aten::index depends on values, so "
         r"before this error the largest possible was assumed\. Leave that code out",
     ):
-        mc.predict(step, device="24GiB")
+        mc.predict(step, device=CARD)
 
 
 @pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor])
@@ -498,7 +498,7 @@ def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype, is_named):
         return model(batch).sum() + 0 * more.sum()
 
     step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
-    prediction = mc.predict(step, device="24GiB")
+    prediction = mc.predict(step, device=CARD)
     events = prediction.trace.at(4).events
     *_, forward = phase_events(events, mc.Phase.FORWARD)
     made = [event.size_bytes for event in forward if getattr(event, "size_bytes", 0) >= 1200]
@@ -514,7 +514,7 @@ def test_a_tensor_of_an_array_can_have_a_gradient():
         return model(batch).sum() + 0 * offset.grad.sum()
 
     step = mc.TrainingStep(nn.Linear(8, 8), torch.zeros(4, 8), loss=loss)
-    assert mc.predict(step, device="24GiB").peak_allocated_bytes
+    assert mc.predict(step, device=CARD).peak_allocated_bytes
 
 
 def test_all_operators_are_named_that_got_the_largest_possible_shape():
@@ -525,4 +525,4 @@ def test_all_operators_are_named_that_got_the_largest_possible_shape():
     batch = torch.zeros(32, 16), torch.arange(32) % 10
     step = mc.TrainingStep(nn.Linear(16, 10), batch, loss=fails)
     with pytest.raises(mc.PredictionError, match=r"The shape of aten::nonzero and aten::index "):
-        mc.predict(step, device="24GiB")
+        mc.predict(step, device=CARD)
