@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count, islice, pairwise
 from types import MappingProxyType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -133,6 +134,8 @@ def items_of(obj: Any) -> list[Any] | None:
             return list(container.__iter__(obj))
     if isinstance(obj, dict):
         return list(dict.values(obj))
+    if isinstance(obj, WeakValueDictionary):
+        return list(WeakValueDictionary.values(obj))
     return list(obj.values()) if isinstance(obj, MappingProxyType) else None
 
 

@@ -1,7 +1,9 @@
 """Walking objects to the tensors in them."""
 
 import functools
-from types import SimpleNamespace
+import weakref
+from collections import ChainMap, UserDict, deque
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +54,18 @@ def test_tensors_are_found_in_order_in_attributes_and_slots():
     slotted.tensor = third
     batch = {"a": [first, first], "b": SimpleNamespace(x=second, y=slotted), "c": "text"}
     assert [len(tensor) for tensor in tensors_in(batch)] == [1, 1, 2, 3]
+
+
+def test_tensors_are_found_in_every_container_of_python():
+    tensor = torch.ones(1)
+    weak = weakref.WeakValueDictionary({1: tensor})
+    values = {"x": tensor}
+    containers = [
+        [tensor], (tensor,), {tensor}, frozenset({tensor}), deque([tensor]), values,
+        UserDict(values), ChainMap(values), MappingProxyType(values), weak,
+    ]  # fmt: skip
+    for container in containers:
+        assert [id(one) for one in tensors_in(container)] == [id(tensor)], type(container)
 
 
 class Graph:
