@@ -197,7 +197,7 @@ def _run(
         patched(triton_patches()),
         patched(paged_memory_patches(mode)),
     ):
-        mode.calibrate()
+        mode.calibrate(is_threaded=has_own_thread)
         run = CopiedRun(request, mode, code, rank.ranks if rank else None)
         with _semantics(step, mode, rank):
             try:

@@ -21,7 +21,7 @@ CARD = find_device(RECORDED["device"])
 def asked(make):
     """What a case asks of the allocator in a trace."""
     mode = TraceMode(Ledger(), CARD)
-    mode.calibrate()
+    mode.calibrate(is_threaded=True)
     with cuda_semantics(mode, CARD):
         mode.is_recording = True
         call = make()

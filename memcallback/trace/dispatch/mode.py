@@ -383,11 +383,10 @@ class TraceMode(FakeTensorMode):
         entry = self.ledger.find(call.outputs[0]) if call.outputs else None
         return entry is not None and entry.is_host
 
-    def calibrate(self) -> None:
+    def calibrate(self, *, is_threaded: bool) -> None:
         """Count the references to gradients that certainly nobody else holds."""
         assert not self.is_recording
         is_on = torch.is_anomaly_enabled()
-        key = is_on, torch._C._is_multithreading_enabled(), self.spec is None
         with (
             self,
             torch.enable_grad(),
@@ -395,6 +394,6 @@ class TraceMode(FakeTensorMode):
             torch.autograd.set_detect_anomaly(is_on, check_nan=False),
         ):
             self.is_recording = True
-            self._in_place.calibrate(key)
+            self._in_place.calibrate((is_on, is_threaded, self.spec is None))
             self.is_recording = False
         self.ledger = Ledger()
