@@ -102,9 +102,7 @@ class TracedPeak:
                 budget_bytes - self.shift_bytes,
             )
         return self.replays.largest(
-            lambda batch_size: self.fits(batch_size, budget_bytes),
-            start=self.batch_size,
-            within_bytes=budget_bytes - self.shift_bytes,
+            lambda batch_size: self.fits(batch_size, budget_bytes), start=self.batch_size
         )
 
     def on(self, free_bytes: int) -> BatchReplays:

@@ -358,7 +358,7 @@ class WithAGap:
     def fits_without_retry(self, batch_size):
         return batch_size <= 30 or batch_size == 60
 
-    def largest(self, holds, start, within_bytes):
+    def largest(self, holds, start):
         return next(size for size in range(99, 0, -1) if holds(size))
 
     def largest_up_to(self, most, holds):
