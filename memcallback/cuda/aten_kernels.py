@@ -1,4 +1,7 @@
-"""Other kernels for operators of PyTorch, inside a block."""
+"""Registers other kernels for operators of PyTorch, and leaves none behind.
+
+Predictions do so for CUDA's decompositions, for compilers and for autocast.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ import torch
 def aten_kernels(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iterator[None]:
     """Register kernels for operators, each with its name and its dispatch key, in all threads.
 
-    PyTorch's Python dispatcher, in which models are compiled, remembers where a call of an operator
-    goes, and does not forget it with the registration. Such a call would then go to the key's
-    fallback, which has no derivative. So it is told to look again at both ends.
+    While PyTorch compiles a model, its Python dispatcher caches which kernel an operator calls, and
+    keeps that after the kernel is gone. The operator would then call the fallback of the dispatch
+    key, which computes no gradient. So both ends of the block clear the caches of these operators.
     """
     library = torch.library.Library("aten", "IMPL")
     names: list[str] = []
@@ -23,14 +26,14 @@ def aten_kernels(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iter
         for name, key, kernel in kernels:
             library.impl(name, kernel, key)
             names.append(name)
-        _forget_calls(names)
+        _clear_caches(names)
         yield
     finally:
         library._destroy()
-        _forget_calls(names)
+        _clear_caches(names)
 
 
-def _forget_calls(names: Iterable[str]) -> None:
+def _clear_caches(names: Iterable[str]) -> None:
     for name in names:
         packet, _, overload = name.partition(".")
         getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()
