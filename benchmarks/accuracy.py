@@ -34,7 +34,15 @@ import torch
 from accuracy_comparison import Figure, figures, summarise, to_markdown
 from accuracy_configs import CONFIGS, OPTIMIZERS, Config, Parts
 from accuracy_cudnn import cudnn_table
-from machine import command, driver, is_virtual, outside_pool_bytes, results_folder, today
+from machine import (
+    command,
+    driver,
+    is_virtual,
+    outside_pool_bytes,
+    predict_as_virtual,
+    results_folder,
+    today,
+)
 from peak_errors import all_peak_errors, peaks_table
 from training_loop import NUM_WINDOWS, train
 
@@ -288,6 +296,8 @@ def run_compare(options: argparse.Namespace) -> int:
         if "windows" in measured.get(config.name, {})
     }
     card = card_of(about)
+    if about["is_virtual"]:
+        predict_as_virtual()
     works = {name: partial(predict, config, card) for name, config in configs.items()}
     left_out = (
         {name: config.left_out for name, config in configs.items() if config.left_out}

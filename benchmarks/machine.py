@@ -8,16 +8,19 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def is_virtual() -> bool:
-    """Whether CUDA devices are virtual: host code is real, kernels do nothing."""
-    return os.environ.get("VGPU") == "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+_virtual_device: Any = import_module("virtual_device")
+is_virtual: Callable[[], bool] = _virtual_device.is_virtual
+predict_as_virtual: Callable[[], None] = _virtual_device.predict_as_virtual
+if is_virtual():
+    predict_as_virtual()
 
 
 def driver() -> str:

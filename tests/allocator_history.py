@@ -7,6 +7,7 @@ import json
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import SimpleNamespace
 
 from running_allocator import RunningAllocator
 
@@ -62,7 +63,9 @@ class Replay:
         )
         self.capacity_bytes = meta.get("capacity_bytes")
         self.allocator = RunningAllocator(
-            settings, capacity_bytes=self.capacity_bytes, new_address=self.recorded_address
+            settings,
+            capacity_bytes=self.capacity_bytes,
+            addresses=SimpleNamespace(new=self.recorded_address),
         )
         self.blocks = {}
         self.reserved = sum(size for _, size, *_ in history["initial_segments"])

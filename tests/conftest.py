@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from run_parts import SECONDS, part, parts_of
 from slow_files import SLOW_FILES
+from virtual_device import AscendingAddresses, is_virtual
 
 # With AVX-512 oneDNN packs the matrices of a product in half precision into memory of its own, how
 # much depends on the processor. What operators take for themselves on a CPU is not predicted.
@@ -146,11 +147,16 @@ def without_pictures(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def plans_of_a_virtual_device(monkeypatch):
-    """On a virtual device, cuDNN offers no plan that needs a real one, and counts as described."""
-    if os.environ.get("VGPU") == "1":
-        from memcallback.cuda.convolution import cudnn, workspace
+def as_a_virtual_device(monkeypatch):
+    """On a virtual device, cuDNN offers no plan that needs a real one, and counts as described.
 
+    Its segments lie elsewhere.
+    """
+    if is_virtual():
+        from memcallback.cuda.convolution import cudnn, workspace
+        from memcallback.prediction.allocator import blocks
+
+        monkeypatch.setattr(blocks, "Addresses", AscendingAddresses)
         monkeypatch.setattr(cudnn, "finds_device", lambda: True)
         monkeypatch.setattr(workspace, "workspace_on_device_bytes", lambda *plan: plan[-1])
 

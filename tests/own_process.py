@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+from virtual_device import is_virtual, predict_as_virtual
 
 #: What is imported on first use too; what is not installed is left out.
 _IMPORTED = [
@@ -63,4 +64,6 @@ def _with_environment(function, environment, args):
     """Call a function with the environment variables of the test."""
     os.environ.clear()
     os.environ.update(environment)
+    if is_virtual():
+        predict_as_virtual()
     return function(*args)

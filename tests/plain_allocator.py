@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import MiB
+from memcallback.prediction.allocator import blocks
 from memcallback.prediction.allocator.caching import OutOfMemoryError
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
@@ -50,7 +51,7 @@ class PlainAllocator:
         self.large_bytes = settings.large_segment_bytes
         self.max_split_bytes = settings.max_split_bytes or 2**60
         self.capacity_bytes = capacity_bytes or 2**60
-        self.next_address = 1 << 45
+        self.addresses = blocks.Addresses()
         self.segments = []
         self.num_alloc_retries = self.num_ooms = 0
 
@@ -123,10 +124,8 @@ class PlainAllocator:
             if not self.has_room(size_bytes):
                 self.num_ooms += 1
                 raise OutOfMemoryError(block_bytes, size_bytes, MemoryStats(), self.capacity_bytes)
-        segment = PlainSegment(
-            size_bytes, stream, is_small, [PlainBlock(self.next_address, size_bytes)]
-        )
-        self.next_address += size_bytes
+        address = self.addresses.new(size_bytes)
+        segment = PlainSegment(size_bytes, stream, is_small, [PlainBlock(address, size_bytes)])
         self.segments.append(segment)
         return segment, segment.blocks[0]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
+from virtual_device import is_virtual
 
 import memcallback as mc
 from memcallback.cuda.convolution import workspace
@@ -674,7 +674,7 @@ def train(case, ranks, device_type, predicts=True):
 
 def run(rank, world_size, folder, names, predicts=True):
     """One rank: all cases of those names, one after the other, predicted or trained alone."""
-    if os.environ.get("VGPU") == "1":  # as `plans_of_a_virtual_device` in conftest.py
+    if is_virtual():  # as `as_a_virtual_device` in conftest.py
         workspace.workspace_on_device_bytes = lambda *plan: plan[-1]
     torch.cuda.set_device(rank)
     dist.init_process_group(

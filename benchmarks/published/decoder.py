@@ -62,19 +62,28 @@ class Rotation(nn.Module):
 
 
 def softmax(scores: Tensor) -> Tensor:
-    """The softmax over the last dimension."""
-    exponentials = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    """The softmax over the last dimension. What is shifted lives to its end, as it was recorded."""
+    shifted = scores - scores.max(-1, keepdim=True).values
+    exponentials = torch.exp(shifted)
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
-class Attention(nn.Module):
-    """Causal attention, its mask made anew."""
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention written out. The scores are gone when the output is projected."""
+    scores = einsum(query, key, "b h q d, b h k d -> b h q k") / query.shape[-1] ** 0.5
+    scores = torch.where(mask, scores, float("-inf"))
+    mixed: Tensor = einsum(softmax(scores), value, "b h q k, b h k d -> b h q d")
+    return mixed
 
-    def __init__(self, context: int) -> None:
+
+class Attention(nn.Module):
+    """Causal attention, its mask made anew. All layers share one table of the rotation."""
+
+    def __init__(self, rotation: Rotation) -> None:
         super().__init__()
         self.query, self.key, self.value = (Projection(WIDTH, WIDTH) for _ in range(3))
         self.output = Projection(WIDTH, WIDTH)
-        self.rotation = Rotation(context)
+        self.rotation = rotation
 
     def forward(self, states: Tensor) -> Tensor:
         num_tokens = states.shape[1]
@@ -84,13 +93,13 @@ class Attention(nn.Module):
             rearrange(one, "b n (h d) -> b h n d", h=NUM_HEADS) for one in projected
         )
         del projected
-        query, key = self.rotation(query), self.rotation(key)
+        query = self.rotation(query)
+        key = self.rotation(key)
         rows = torch.arange(num_tokens, device=states.device)
         mask = rows[:, None] >= rows[None, :]
-        scores = einsum(query, key, "b h q d, b h k d -> b h q k") / (WIDTH // NUM_HEADS) ** 0.5
-        scores = torch.where(mask, scores, float("-inf"))
-        mixed = einsum(softmax(scores), value, "b h q k, b h k d -> b h q d")
-        joined: Tensor = self.output(rearrange(mixed, "b h n d -> b n (h d)").contiguous())
+        mixed = attend(query, key, value, mask)
+        mixed = rearrange(mixed, "b h n d -> b n (h d)").contiguous()
+        joined: Tensor = self.output(mixed)
         return joined
 
 
@@ -111,15 +120,17 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A layer with its norms before attention and feed-forward."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, rotation: Rotation) -> None:
         super().__init__()
-        self.attention = Attention(context)
+        self.attention = Attention(rotation)
         self.feed_forward = FeedForward()
         self.norms = nn.ModuleList(RootMeanSquareNorm() for _ in range(2))
 
     def forward(self, states: Tensor) -> Tensor:
-        states = states + self.attention(self.norms[0](states))
-        outputs: Tensor = states + self.feed_forward(self.norms[1](states))
+        attended = self.attention(self.norms[0](states))
+        states = states + attended
+        fed = self.feed_forward(self.norms[1](states))
+        outputs: Tensor = states + fed
         return outputs
 
 
@@ -133,7 +144,8 @@ class Decoder(nn.Module):
     def __init__(self, context: int) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(VOCABULARY, WIDTH))
-        self.blocks = nn.ModuleList(Block(context) for _ in range(NUM_LAYERS))
+        rotation = Rotation(context)
+        self.blocks = nn.ModuleList(Block(rotation) for _ in range(NUM_LAYERS))
         self.norm = RootMeanSquareNorm()
         self.head = Projection(WIDTH, VOCABULARY)
 

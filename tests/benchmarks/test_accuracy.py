@@ -16,8 +16,10 @@ from accuracy import card_of, predict, read_json
 from accuracy_comparison import figures
 from accuracy_configs import CONFIGS
 from machine import RESULTS, latest_result
+from virtual_device import AscendingAddresses
 
 from memcallback.cuda.convolution.rule import workspaces_are_known
+from memcallback.prediction.allocator import blocks
 
 #: Device -> configurations without convolutions, whose workspaces only cuDNN knows.
 CASES = {
@@ -61,7 +63,10 @@ CASES = {
 def compared(device, name):
     document = read_json(latest_result(device, "accuracy.json.gz"))
     config = next(config for config in CONFIGS if config.name == name)
-    answer = predict(config, card_of(document["environment"]))
+    with pytest.MonkeyPatch.context() as patch:
+        if document["environment"]["is_virtual"]:
+            patch.setattr(blocks, "Addresses", AscendingAddresses)
+        answer = predict(config, card_of(document["environment"]))
     return figures(name, document["configs"][name]["windows"][-1], answer["steps"]), answer[
         "caveats"
     ]

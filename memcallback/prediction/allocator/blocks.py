@@ -6,13 +6,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from memcallback.core.units import MiB, round_up
+from memcallback.prediction.allocator.addresses import Addresses
 from memcallback.prediction.allocator.settings import AllocatorSettings
 
-#: Address of the first segment of a simulated device.
-_FIRST_ADDRESS = 1 << 45
-#: cudaMalloc returns multiples of this, as in all recorded histories.
-_ALIGNMENT_BYTES = 2 * MiB
 #: The order of free blocks of one size.
 by_address = attrgetter("address")
 
@@ -21,6 +17,7 @@ class SimulatedDevice:
     """The memory that an allocator reserves, and the addresses of its segments.
 
     Attributes:
+        addresses: Where segments lie.
         capacity_bytes: The most that can be reserved; None means unlimited.
         reserved_bytes: Reserved now.
         peak_reserved_bytes: The peak of it since the last reset.
@@ -28,17 +25,14 @@ class SimulatedDevice:
     """
 
     __slots__ = (
-        "_new_address",
-        "_next_address",
+        "addresses",
         "capacity_bytes",
         "first_blocks",
         "peak_reserved_bytes",
         "reserved_bytes",
     )
 
-    def __init__(
-        self, capacity_bytes: int | None, new_address: Callable[[int], int] | None
-    ) -> None:
+    def __init__(self, capacity_bytes: int | None, addresses: Addresses | None) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(
                 f"capacity_bytes is {capacity_bytes}; a capacity is 0 or more bytes, or None for "
@@ -47,8 +41,7 @@ class SimulatedDevice:
         self.capacity_bytes = capacity_bytes
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.first_blocks: dict[int, Block] = {}
-        self._new_address = new_address or self._above_the_last
-        self._next_address = _FIRST_ADDRESS
+        self.addresses = addresses or Addresses()
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether so much is left."""
@@ -67,15 +60,6 @@ class SimulatedDevice:
         """Release reserved memory."""
         self.reserved_bytes -= size_bytes
         assert self.reserved_bytes >= 0
-
-    def new_address(self, size_bytes: int) -> int:
-        """The address of a new segment."""
-        return self._new_address(size_bytes)
-
-    def _above_the_last(self, size_bytes: int) -> int:
-        address = self._next_address
-        self._next_address += round_up(size_bytes, _ALIGNMENT_BYTES)
-        return address
 
 
 class Block:
@@ -242,10 +226,19 @@ class Pool:
 
     def reserve(self, size_bytes: int, device: SimulatedDevice) -> Block | None:
         """Reserve a new segment; None if less is left."""
+        return self._segment(size_bytes, device, device.addresses.new)
+
+    def take_over(self, size_bytes: int, device: SimulatedDevice) -> Block | None:
+        """Take over a segment that there is already; None if less is left."""
+        return self._segment(size_bytes, device, device.addresses.known)
+
+    def _segment(
+        self, size_bytes: int, device: SimulatedDevice, address_of: Callable[[int], int]
+    ) -> Block | None:
         if not device.reserve(size_bytes):
             return None
-        block = Block(device.new_address(size_bytes), size_bytes, self)
-        device.first_blocks[block.address] = block
+        address = address_of(size_bytes)
+        block = device.first_blocks[address] = Block(address, size_bytes, self)
         return block
 
     def release(self, block: Block, device: SimulatedDevice) -> None:

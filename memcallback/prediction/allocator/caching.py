@@ -8,11 +8,12 @@ simulated: private pools other than that of CUDA graphs (`torch.cuda.MemPool`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from memcallback.core.allocation_trace import GRAPH_POOL
 from memcallback.core.step_memory import MemoryStats
 from memcallback.core.units import format_bytes
+from memcallback.prediction.allocator.addresses import Addresses
 from memcallback.prediction.allocator.at_start import Part, Segment, total_bytes
 from memcallback.prediction.allocator.blocks import Block, Pool, SimulatedDevice
 from memcallback.prediction.allocator.expandable import ExpandablePool
@@ -65,14 +66,14 @@ class CachingAllocator:
         settings: AllocatorSettings | None = None,
         *,
         capacity_bytes: int | None = None,
-        new_address: Callable[[int], int] | None = None,
+        addresses: Addresses | None = None,
     ) -> None:
         """Make an empty allocator."""
         self.settings = settings or AllocatorSettings()
         self.allocated_bytes = self.peak_allocated_bytes = self.requested_bytes = 0
         self.num_alloc_retries = 0
         self.num_ooms = 0
-        self._device = SimulatedDevice(capacity_bytes, new_address)
+        self._device = SimulatedDevice(capacity_bytes, addresses)
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
 
@@ -165,7 +166,7 @@ class CachingAllocator:
         found: dict[int, Block] = {}
         for segment in segments:
             pool = self._pool(0, is_small=segment.is_small)
-            block = pool.reserve(segment.size_bytes, self._device)
+            block = pool.take_over(segment.size_bytes, self._device)
             assert block is not None
             for part in segment.parts:
                 rest = (

@@ -119,6 +119,10 @@ class ExpandablePool(Pool):
         self.remove(block)
         return block
 
+    def take_over(self, size_bytes: int, device: SimulatedDevice) -> Block | None:
+        """Map a range that is mapped already; None if less is left."""
+        return self.reserve(size_bytes, device)
+
     def release(self, block: Block, device: SimulatedDevice) -> None:
         """Unmap the whole pages inside a free block (`unmap_block`)."""
         assert isinstance(block, ExpandableBlock)
@@ -164,7 +168,7 @@ class ExpandablePool(Pool):
         size_bytes = max(
             round_up(capacity_bytes + capacity_bytes // 8, self._page_bytes), self._page_bytes
         )
-        block = ExpandableBlock(device.new_address(size_bytes), size_bytes, self)
+        block = ExpandableBlock(device.addresses.new(size_bytes), size_bytes, self)
         device.first_blocks[block.address] = block
         self.add(block)
         return block
