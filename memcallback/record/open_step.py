@@ -260,6 +260,8 @@ class ModuleTimeline:
         return compute
 
     def _on_change(self, path: tuple[str, ...], is_backward: bool) -> None:
+        if not self._boundaries:
+            return  # before the first phase, where the meter does not know yet what is held
         self._meter.mark()
         self._marks[self._num_readings] = ModuleMark(self._num_readings, path, is_backward)
         self._num_readings += 1

@@ -295,6 +295,27 @@ def test_a_gan_is_one_step_where_its_loop_says_so():
     assert [step.num_optimizer_updates for step in recorder.steps] == [2, 2]
 
 
+def test_a_step_of_the_loops_own_has_the_same_values_by_module_and_not():
+    def peaks(*, per_module):
+        models, optimizers, batch = gan()
+        recorder, watch = watched(models, optimizers, per_module=per_module)
+        with watch:
+            for _ in range(2):
+                noise = torch.ones(4, 8)
+                with recorder.step(noise):
+                    batch(noise)
+        return [
+            (window.start.allocated_bytes, window.peak_allocated_bytes, window.end.allocated_bytes)
+            for step in recorder.steps
+            for window in step.windows
+        ]
+
+    known = peaks(per_module=False)
+    assert len(known) == 12
+    assert all(0 < start <= peak for start, peak, _ in known)
+    assert peaks(per_module=True) == known
+
+
 def test_a_step_of_two_optimizers_ends_with_the_second(parts):
     model, _ = parts
     optimizers = [
