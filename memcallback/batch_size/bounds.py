@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -47,12 +47,26 @@ class BatchSizeBounds:
 
     @classmethod
     def of_loader(cls, loader: Any, num_ranks: int) -> BatchSizeBounds:
-        """The bounds by a data loader's dataset; none if its length is unknown."""
+        """The bounds by a data loader's dataset; none if its length in samples is unknown."""
+        if all(getattr(loader, name, None) is None for name in ("batch_size", "batch_sampler")):
+            return DEFAULT_BOUNDS  # the dataset has ready batches
         try:
             return cls(dataset_size=len(loader.dataset), world_size=num_ranks)
         except Exception as error:  # several loaders, a stream, few samples, or the user's code
             raise_if_meant(error)
             return DEFAULT_BOUNDS
+
+    def beside(self, batch_size: int | None) -> BatchSizeBounds:
+        """The bounds of a training with batches of a size.
+
+        The dataset is left out if its share for a rank is smaller than a batch: then its items are
+        no samples.
+        """
+        if batch_size is None or self.dataset_size is None:
+            return self
+        # A sampler gives each rank as many samples, and so some of them twice.
+        share = -(-self.dataset_size // self.num_batches)
+        return self if batch_size <= share else replace(self, dataset_size=None)
 
     @property
     def num_batches(self) -> int:

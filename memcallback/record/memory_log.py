@@ -61,7 +61,8 @@ class MemoryLog:
         isolate: As for `memcallback.predict`.
         timeout_s: As for `memcallback.predict`.
         verbose: How much is printed (see `MemoryCallback`).
-        dataset_size: Samples in the training set, shared by all ranks: no more are suggested.
+        dataset_size: Samples in the training set, shared by all ranks: no more are suggested. It is
+            ignored if a batch has more.
 
     Raises:
         ValueError: If the device is unknown or has no known size; or if a number is out of range.

@@ -146,7 +146,7 @@ class Recording:
             else capacity_bytes,
             outside_bytes=outside_bytes,
             headroom=headroom,
-            bounds=bounds,
+            bounds=bounds.beside(step.batch_size if step else None),
         )
         setup = Setup()
         if capacity_bytes is not None:

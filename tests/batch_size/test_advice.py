@@ -5,8 +5,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from memcallback.batch_size.accumulation_plan import AccumulationPlan
 from memcallback.batch_size.advice import RankBatchSize
@@ -307,7 +309,27 @@ def test_a_size_is_the_largest_multiple_that_fits_else_the_largest_that_fits():
 
 
 def test_a_loader_bounds_by_its_dataset_and_one_of_unknown_length_by_nothing():
-    loader = SimpleNamespace(dataset=range(12))
-    assert BatchSizeBounds.of_loader(loader, 4) == BatchSizeBounds(dataset_size=12, world_size=4)
-    assert BatchSizeBounds.of_loader(loader, 13) == BatchSizeBounds()
+    for loader in (
+        DataLoader(range(12), batch_size=3),
+        DataLoader(range(12), batch_sampler=[[0, 1], [2, 3]]),
+        SimpleNamespace(dataset=range(12), batch_size=3),
+    ):
+        bounds = BatchSizeBounds.of_loader(loader, 4)
+        assert bounds == BatchSizeBounds(dataset_size=12, world_size=4)
+        assert BatchSizeBounds.of_loader(loader, 13) == BatchSizeBounds()
     assert BatchSizeBounds.of_loader(object(), 1) == BatchSizeBounds()
+
+
+def test_a_loader_of_ready_batches_bounds_by_nothing():
+    batches = [torch.zeros(32, 64) for _ in range(40)]
+    assert BatchSizeBounds.of_loader(DataLoader(batches, batch_size=None), 1) == BatchSizeBounds()
+
+
+def test_a_dataset_that_is_smaller_than_a_batch_has_no_samples_for_items_and_bounds_by_nothing():
+    bounds = BatchSizeBounds(dataset_size=40, max_batch_size=100)
+    assert bounds.beside(40) == bounds.beside(None) == bounds
+    assert bounds.beside(41) == BatchSizeBounds(max_batch_size=100)
+    # A sampler gives each of 4 ranks as many samples, and one of them twice.
+    of_ranks = BatchSizeBounds(dataset_size=39, world_size=4)
+    assert of_ranks.beside(10) == of_ranks
+    assert of_ranks.beside(11) == BatchSizeBounds(world_size=4)

@@ -305,6 +305,15 @@ def test_no_more_samples_are_suggested_than_the_dataset_has(parts, capsys):
     recorder.close()
 
 
+def test_a_dataset_that_is_smaller_than_a_batch_bounds_nothing(parts, capsys):
+    recorder = mc.MemoryRecorder(*parts)
+    recorder.watch()
+    mc.MemoryLog(recorder, step_of(*parts), log_dir=None, dataset_size=15)
+    train(*parts, num_steps=2)
+    assert "is the largest that fits with 5 % kept free (now 16)" in capsys.readouterr().out
+    recorder.close()
+
+
 def test_two_optimizers_of_one_step_make_one_update(tmp_path, capsys):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
