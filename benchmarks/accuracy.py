@@ -385,13 +385,11 @@ class EventRecorder(MemoryRecorder):
         self._step = -1
         self._restart()
 
-    def begin_step(
-        self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
-    ) -> None:
+    def begin_step(self, batch: object = None, **options: Any) -> None:
         """What came before is outside of all phases."""
         self.cut(None)
         self._step += 1
-        super().begin_step(batch, batch_size=batch_size, sample=sample)
+        super().begin_step(batch, **options)
 
     def open_phase(self, phase: Phase, *, is_provisional: bool = False) -> None:
         """What came before is outside of all phases."""

@@ -127,11 +127,11 @@ class OpenStep:
         self._windows: list[PhaseSpan] = []
         self._stats: tuple[MemoryStats, ...] = ()
 
-    def begin(self) -> None:
-        """Begin reading."""
+    def begin(self, called: nn.Module | None) -> None:
+        """Begin reading, in the call of a model if one is given."""
         self._meter.begin()
         if self._modules is not None:
-            self._modules.begin()
+            self._modules.begin(called)
 
     def _read(self) -> None:
         self._meter.read(None if self._count_holdings is None else self._count_holdings())
@@ -204,10 +204,10 @@ class ModuleTimeline:
         self._num_readings = 0
         self._has_failed = False
 
-    def begin(self) -> None:
-        """Put hooks on the modules; the meter has begun."""
+    def begin(self, called: nn.Module | None) -> None:
+        """Put hooks on the modules; the meter has begun, in the call of a model if one is given."""
         try:
-            self._follower.begin()
+            self._follower.begin(called)
         except Exception as error:  # a user's module can refuse hooks
             self._follower.end()
             self._fail(error)
@@ -215,8 +215,9 @@ class ModuleTimeline:
     def on_boundary(self) -> None:
         """Note that the meter has read the boundary of a phase."""
         self._boundaries.append(self._num_readings)
+        path = self._follower.begin_phase()
+        self._marks[self._num_readings] = ModuleMark(self._num_readings, path)
         self._num_readings += 1
-        self._follower.begin_phase()
 
     def end(self) -> None:
         """Remove all hooks; the meter ends next."""

@@ -17,7 +17,7 @@ from memcallback.core.step_memory import StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.validation import whole_number
 from memcallback.devices.meters import Meter
-from memcallback.diagnose.out_of_memory.context import OomContext
+from memcallback.diagnose.out_of_memory.context import PHASE_WORDS, OomContext
 from memcallback.diagnose.out_of_memory.observer import forget_failure, record_failures
 from memcallback.prediction.prediction import StepPrediction
 from memcallback.record.oom_response import explain_or_warn, forget_explained, is_new_shortage
@@ -31,12 +31,6 @@ from memcallback.step.batch import INFERRED, infer_batch_size
 if TYPE_CHECKING:
     from memcallback.diagnose.out_of_memory.report import OutOfMemoryReport
 
-#: In a sentence.
-_WORDS = {
-    Phase.FORWARD: "forward pass",
-    Phase.BACKWARD: "backward pass",
-    Phase.OPTIMIZER_STEP: "optimizer step",
-}
 _NOT_RECORDED = "A step is not recorded."
 
 
@@ -106,7 +100,7 @@ class StepRecorder:
         batch_size = self._free_for(batch_size)
         try:
             with self._skipping_on_fault():
-                self._begin(batch, batch_size, sample=False)
+                self.begin_step(batch, batch_size=batch_size)
             yield
         except BaseException:  # whatever ends the step, which goes on
             with faults_as_warnings(_NOT_RECORDED):
@@ -202,7 +196,12 @@ class StepRecorder:
         return self._open.phases if self._open else None
 
     def begin_step(
-        self, batch: object = None, *, batch_size: int | None = None, sample: bool = False
+        self,
+        batch: object = None,
+        *,
+        batch_size: int | None = None,
+        sample: bool = False,
+        called: torch.nn.Module | None = None,
     ) -> None:
         """Begin a step.
 
@@ -214,27 +213,14 @@ class StepRecorder:
                 there, so fewer and fewer of these steps are recorded: after the tenth update at
                 most every second step, after the twentieth every third, and so on, down to one in
                 50.
+            called: The model whose call has begun, if the step begins inside of it.
 
         Raises:
             RuntimeError: If a step is open already.
             ValueError: If the batch size is below 1.
             TypeError: If it is not a whole number.
         """
-        self._begin(batch, self._free_for(batch_size), sample=sample)
-
-    def _free_for(self, batch_size: int | None) -> int | None:
-        """Check that a step with this batch size can begin; the size as an int."""
-        if batch_size is not None:
-            batch_size = whole_number("batch_size", batch_size, INFERRED)
-        if self._open is not None:
-            self._give_way()
-        if self._open is not None:
-            raise RuntimeError(
-                "A step is open already: end it first, and do not nest `with recorder.step():`."
-            )
-        return batch_size
-
-    def _begin(self, batch: object, batch_size: int | None, *, sample: bool) -> None:
+        batch_size = self._free_for(batch_size)
         is_logged = sample or any(listener.wants_step() for listener in self._listeners)
         reads_all = self.meter.reads_every_step
         is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
@@ -251,7 +237,19 @@ class StepRecorder:
             per_module=self._per_module,
             num_updates_before=self._sampling.num_optimizer_updates,
         )
-        self._open.begin()
+        self._open.begin(called)
+
+    def _free_for(self, batch_size: int | None) -> int | None:
+        """Check that a step with this batch size can begin; the size as an int."""
+        if batch_size is not None:
+            batch_size = whole_number("batch_size", batch_size, INFERRED)
+        if self._open is not None:
+            self._give_way()
+        if self._open is not None:
+            raise RuntimeError(
+                "A step is open already: end it first, and do not nest `with recorder.step():`."
+            )
+        return batch_size
 
     def _give_way(self) -> None:
         """End the open step for the next one, unless the loop itself has begun it."""
@@ -389,7 +387,7 @@ class StepRecorder:
             optimizers=self.optimizers,
             batch=self.open_batch,
             batch_size=step.batch_size if step else None,
-            phase=_WORDS[phase] if phase else where,
+            phase=PHASE_WORDS[phase] if phase else where,
             step=self._sampling.num_steps + 1 if step else None,
             prediction=prediction if step else None,
             rank=rank_here(),

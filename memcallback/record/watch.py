@@ -249,7 +249,9 @@ class Watch:
         # After replicas another thread goes on.
         self._thread = None if _is_replica(module) else threading.get_ident()
         recorder.begin_step(
-            self._inputs, batch_size=self._batch_size or infer_batch_size(batch).batch_size
+            self._inputs,
+            batch_size=self._batch_size or infer_batch_size(batch).batch_size,
+            called=module,
         )
 
     @fail_safe

@@ -173,16 +173,16 @@ def _wrapper_of(module: nn.Module, compiled: Callable[..., Any]) -> Callable[...
     reference, called = weakref.ref(module), list[tuple[Hook, Hook]]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        pairs, module = tuple(called), reference()
-        for before, _ in pairs:
+        module = reference()
+        for before, _ in tuple(called):
             before(module, args, kwargs)
         try:
             output = compiled(*args, **kwargs)
         except Exception:
-            for _, after in reversed(pairs):
+            for _, after in reversed(tuple(called)):
                 after(module, args, None)
             raise
-        for _, after in reversed(pairs):
+        for _, after in reversed(tuple(called)):  # also of hooks that a hook before has added
             after(module, args, output)
         return output
 

@@ -115,8 +115,8 @@ class ModuleFollower:
         self._nodes: dict[int, _Nodes] = {}
         self.notes: tuple[str, ...] = ()
 
-    def begin(self) -> None:
-        """Register the hooks."""
+    def begin(self, called: nn.Module | None = None) -> None:
+        """Register the hooks; a model whose call has begun is running."""
         remove_hooks()
         self._is_following, self._forward_thread = True, threading.get_ident()
         compiled: list[str] = []
@@ -125,8 +125,11 @@ class ModuleFollower:
             if PassingHooks.are_possible(module):
                 enter, leave = partial(self._enter, name), partial(self._leave, name)
                 self._handles.append(PassingHooks(module, self._hook(enter), self._hook(leave)))
+                if module is called:  # its call sees of our hooks only the one at its end
+                    self._stack.append(name)
             else:
                 with_hooks.append(name)
+        self._nodes_here().paths.add(tuple(self._stack))
         self.notes = tuple(
             f"{text} cannot be shown: {_listed(names)}."
             for text, names in (
@@ -136,9 +139,10 @@ class ModuleFollower:
             if names
         )
 
-    def begin_phase(self) -> None:
-        """Report the next module even if it is the one that ran last."""
+    def begin_phase(self) -> tuple[str, ...]:
+        """Report the next module even if it is the one that ran last; those that run now."""
         self._current, self._node_path = None, ()
+        return tuple(self._stack)
 
     def end(self) -> None:
         """Remove all hooks."""

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -122,6 +123,59 @@ def test_several_models_are_told_apart_by_their_numbers():
         > recorder.modules["0"].kept_bytes + recorder.modules["1"].kept_bytes
     )
     assert recorder.modules["0"].backward.num_runs == recorder.modules["1"].backward.num_runs == 1
+
+
+class Curved(nn.Module):
+    """Keeps more than the layer in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.inner(x).exp().sin()
+
+
+def in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("marks_steps", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: nn.Linear(64, 64), id="layer"),
+        pytest.param(Curved, id="model"),
+        pytest.param(lambda: in_place(Curved()), id="compiled in place"),
+    ],
+)
+def test_a_watch_sees_all_of_the_model_that_is_called_first(make, marks_steps):
+    features = torch.randn(4096, 64)
+
+    def modules(*, watches):
+        encoder, decoder = make(), nn.Linear(64, 64)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        recorder = MemoryRecorder([encoder, decoder], optimizer, per_module=True)
+
+        def phase(phase):
+            return nullcontext() if watches else recorder.phase(phase)
+
+        with recorder.watch() if watches else nullcontext():
+            for _ in range(3):
+                with recorder.step(features) if marks_steps or not watches else nullcontext():
+                    with phase(Phase.FORWARD):
+                        loss = decoder(encoder(features)).square().mean()
+                    with phase(Phase.BACKWARD):
+                        loss.backward()
+                    with phase(Phase.OPTIMIZER_STEP):
+                        optimizer.step()
+                optimizer.zero_grad()
+        return recorder.modules["0"]
+
+    by_hand = modules(watches=False)
+    assert None not in (by_hand.forward, by_hand.backward)
+    assert modules(watches=True) == by_hand
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

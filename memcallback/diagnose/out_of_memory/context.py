@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from memcallback.core.types import Phase
 from memcallback.diagnose.out_of_memory.observer import AllocatorFailure, last_failure
 from memcallback.prediction.prediction import StepPrediction
+
+#: What was running in a step, as `OomContext.phase` has it.
+PHASE_WORDS = {
+    Phase.FORWARD: "forward pass",
+    Phase.BACKWARD: "backward pass",
+    Phase.OPTIMIZER_STEP: "optimizer step",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
