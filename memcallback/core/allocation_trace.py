@@ -212,6 +212,19 @@ def phase_events(events: Sequence[Event], phase: Phase) -> Iterator[Sequence[Eve
             start = None
 
 
+def allocated_in(phase: Phase, events: Iterable[Event]) -> Iterator[Alloc]:
+    """All that is allocated in a phase, in order; also in windows that cover others too."""
+    is_inside = False
+    for event in events:
+        if isinstance(event, Alloc):
+            if is_inside:
+                yield event
+        elif isinstance(event, PhaseStart):
+            is_inside = phase in (event.phase, *event.covers)
+        elif isinstance(event, PhaseEnd):
+            is_inside = False
+
+
 def not_freed(events: Iterable[Event]) -> list[Alloc]:
     """The allocations in some events that none of these events frees, in order."""
     live: dict[int, Alloc] = {}

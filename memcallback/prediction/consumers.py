@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from memcallback.core.allocation_trace import Alloc
+from memcallback.core.allocation_trace import Alloc, Event, allocated_in
 from memcallback.core.code_lines import CodeLine
 from memcallback.core.kernel import AllocationSource
 from memcallback.core.types import PERSISTENT_CATEGORIES, Category, Phase
@@ -42,6 +42,7 @@ class Peak:
     Attributes:
         live: The allocations that are live.
         saved: The activations that are live at the end of the forward pass.
+        events: The events of the trace.
         origin_of: Where an allocation comes from; None if that is unknown.
         kinds: The class of each module, by its path.
         phase: The phase in which the peak is.
@@ -49,6 +50,7 @@ class Peak:
 
     live: Sequence[LiveAllocation]
     saved: Sequence[LiveAllocation]
+    events: Sequence[Event]
     origin_of: Callable[[Alloc], AllocationSource | None]
     kinds: Mapping[str, str]
     phase: Phase
@@ -183,20 +185,22 @@ class Names:
 
     @cached_property
     def _lines_of_modules(self) -> Mapping[str, CodeLine]:
-        """Module -> the line that its forward pass ran, if it is one."""
+        """Of what is live, module -> the line that its forward pass ran, if it is one."""
+        modules = {live.alloc.module for live in self._peak.live if live.alloc.category not in HELD}
         lines: defaultdict[str, set[CodeLine]] = defaultdict(set)
-        for live in (*self._peak.live, *self._peak.saved):
-            if line := self._line_of(live.alloc):
-                lines[live.alloc.module].add(line)
+        for alloc in allocated_in(Phase.FORWARD, self._peak.events):
+            if alloc.module in modules and (line := self._line_of(alloc)):
+                lines[alloc.module].add(line)
         return {module: next(iter(own)) for module, own in lines.items() if len(own) == 1}
 
     @cached_property
     def _lines(self) -> Mapping[str, CodeLine]:
         """Operator -> the line that runs it in the forward pass, where that is known."""
         lines: dict[str, CodeLine] = {}
-        for live in (*self._peak.live, *self._peak.saved):
-            operator = live.alloc.operator.rpartition("::")[2]
-            line = None if live.alloc.module else self._line_of(live.alloc)
+        kept = (live.alloc for live in (*self._peak.live, *self._peak.saved))
+        for alloc in (*kept, *allocated_in(Phase.FORWARD, self._peak.events)):
+            operator = alloc.operator.rpartition("::")[2]
+            line = None if alloc.module else self._line_of(alloc)
             if line is not None and "_backward" not in operator:
                 lines.setdefault(_base(operator), line)
         return lines

@@ -508,6 +508,8 @@ class Prediction(Printable):
         return Peak(
             live=self.at_peak,
             saved=self.saved,
+            # Of another batch size only the sizes are others.
+            events=self.trace.of(self.batch_size).traced.trace.events,
             origin_of=self.origin_of,
             kinds={module.name: module.kind for module in self.modules.modules},
             phase=self.peak_phase,

@@ -100,3 +100,44 @@ def test_what_an_update_takes_for_itself_is_the_optimizers():
     prediction = mc.predict(step, device="24GiB")
     assert prediction.peak_phase is mc.Phase.OPTIMIZER_STEP
     assert "optimizer step" in names_of(prediction)
+
+
+def test_the_backward_pass_of_a_layer_has_its_line_even_if_nothing_of_its_forward_pass_is_kept():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+    def squared(model, batch):
+        output = model(batch)
+        return output.square().mean()
+
+    def doubled(model, batch):
+        output = model(batch)
+        return (output * 2).square().mean()  # which keeps nothing of the last layer
+
+    def bytes_of_model(loss):
+        step = mc.TrainingStep(model, torch.ones(2048, 256), loss=loss, optimizer=torch.optim.SGD)
+        lines = mc.predict(step, device="L4").to_dict()["at_peak_by_line"]
+        return {line["text"]: line["num_bytes"] for line in lines}["output = model(batch)"]
+
+    assert bytes_of_model(doubled) == bytes_of_model(squared)
+
+
+def test_so_has_that_of_an_operator_of_the_root_module():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(256, 1024)
+
+        def forward(self, x):
+            x = nn.functional.gelu(self.layer(x))
+            return x * 2
+
+    step = mc.TrainingStep(
+        Functional(),
+        torch.ones(2048, 256),
+        loss=lambda model, batch: model(batch).mean(),
+        optimizer=torch.optim.SGD,
+    )
+    names = names_of(mc.predict(step, device="L4"))
+    number = Functional.forward.__code__.co_firstlineno + 1
+    assert any(name.endswith(f"test_consumers.py:{number}") for name in names)
+    assert "backward of gelu" not in names

@@ -77,6 +77,7 @@ def tree(prediction):
         Peak(
             live=prediction.at_peak,
             saved=prediction.saved,
+            events=prediction.trace.at(prediction.batch_size).events,
             origin_of=prediction.origin_of,
             kinds=kinds,
             phase=prediction.peak_phase,
