@@ -114,6 +114,8 @@ class Monitor:
         self._patience_s = PATIENCE_S
         self._on_predicted: OnPredicted | None = None
         self._peaks = PeakHistory()
+        #: Updates whose step was read before the first report.
+        self._num_read_first = 0
         self.at_start = AllocatorAtStart(recorder) if settings.predict else None
         self._history = record_history(device) if settings.oom_snapshot else None
         self._warns = settings.warnings or (settings.warnings is None and device.type != "cpu")
@@ -243,7 +245,7 @@ class Monitor:
         """Check the health of a recorded step; log it if due; report the first steady one."""
         self._check_health(record, batch)
         self._ranks.receive()
-        self._points.add(record, is_after_validation=is_after_validation)
+        self._points.add(record, number, is_after_validation=is_after_validation)
         self._peaks.add(record, number)
         is_predicted = self._await_prediction(0)
         recorder = self._recorder
@@ -256,10 +258,11 @@ class Monitor:
         reserved_bytes = record.windows[-1].end.reserved_bytes if record.windows else None
         device = device_memory(recorder.meter.device, reserved_bytes=reserved_bytes)
         if is_point:
-            self._points.log(device, number)
+            self._points.log(device)
         if is_first_steady:
             self._ranks.steady_since = number
         if is_reported:
+            self._num_read_first = recorder.num_read
             self.publisher.first(self._make_report(device), self._modules(), number)
         if self._health is not None:
             self._health.on_reading(device)
@@ -335,10 +338,12 @@ class Monitor:
             self.notes = (*self.notes, _NOT_DONE)
         self._points.flush()
         device = device_memory(recorder.meter.device)
-        self._points.log(device, number)
+        self._points.log(device)
         self.notes = (*self.notes, *self._ranks.end())
         ending = Ending(
             num_steps=recorder.num_updates,
+            num_read=recorder.num_read,
+            num_read_since=recorder.num_read - self._num_read_first,
             largest=recorder.largest,
             num_alloc_retries=recorder.num_alloc_retries,
         )

@@ -36,18 +36,25 @@ class PointLog:
         self._ranks = ranks
         self._capacity_bytes = capacity_bytes
         self._unlogged: StepMemory | None = None
+        #: Of the last step that was read.
+        self._number = 0
         self._waiting: list[tuple[StepMemory, DeviceMemory, int]] = []
         #: The highest peaks so far of allocated and reserved memory; whether the last step dipped.
         self._highest: tuple[int, ...] = (0, 0)
         self._has_dipped = False
 
-    def add(self, record: StepMemory, *, is_after_validation: bool) -> None:
+    def add(self, record: StepMemory, number: int, *, is_after_validation: bool) -> None:
         """Take a step into the next point."""
+        self._number = number
         if not self._is_dip(record, is_after_validation):
             self._unlogged = larger(self._unlogged, record)
 
-    def log(self, device: DeviceMemory, number: int) -> None:
-        """Log the largest step since the last point, or let it wait for the prediction."""
+    def log(self, device: DeviceMemory) -> None:
+        """Log the largest step since the last point, or let it wait for the prediction.
+
+        The point is at the last step that was read, also if others came after it.
+        """
+        number = self._number
         step, self._unlogged = self._unlogged, None
         if step is None:
             return

@@ -34,8 +34,8 @@ class MemoryRecorder(StepRecorder):
     On CUDA each step costs five reads of the allocator's counters and no synchronisation. The bytes
     held by model, optimizers and batch, by category, are counted on sampled steps only: those of
     the first three updates, then those of every `sample_every_n_steps`-th update (an accumulation
-    window is sampled whole). On a CPU only sampled steps are recorded, and some of those that are
-    logged (see `begin_step`).
+    window is sampled whole). On a CPU only sampled steps are recorded, the first of each new batch
+    size, and some of those that are logged (see `begin_step`).
 
     Args:
         model: The model or models. The split by category needs them; on a CPU, so does every value
@@ -227,6 +227,11 @@ class MemoryRecorder(StepRecorder):
     def steps(self) -> tuple[StepMemory, ...]:
         """The last 100 recorded steps, oldest first."""
         return self.history.steps
+
+    @property
+    def num_read(self) -> int:
+        """How many of `num_updates` were in steps that were read; on CUDA, all."""
+        return self.num_updates - self._sampling.num_unread
 
     @property
     def warm_up(self) -> StepMemory | None:

@@ -208,11 +208,10 @@ class StepRecorder:
         Args:
             batch: As for `step`.
             batch_size: As for `step`.
-            sample: Whether this step will be logged. On a CPU only sampled steps are recorded
-                otherwise; a step that will be logged is recorded too. Recording costs milliseconds
-                there, so fewer and fewer of these steps are recorded: after the tenth update at
-                most every second step, after the twentieth every third, and so on, down to one in
-                50.
+            sample: Whether this step will be logged. On a CPU only sampled steps are recorded, the
+                first one of a new batch size (of ten at most), and logged ones. Recording costs
+                milliseconds there, so fewer and fewer of these are: after the tenth update at most
+                every second, after the twentieth every third, and so on, down to one in 50.
             called: The model whose call has begun, if the step begins inside of it.
 
         Raises:
@@ -220,10 +219,13 @@ class StepRecorder:
             ValueError: If the batch size is below 1.
             TypeError: If it is not a whole number.
         """
-        batch_size = self._free_for(batch_size)
-        is_logged = sample or any(listener.wants_step() for listener in self._listeners)
+        batch_size = self._free_for(batch_size) or infer_batch_size(batch).batch_size
         reads_all = self.meter.reads_every_step
-        is_sampled = self._sampling.begin_step(is_logged=is_logged and not reads_all)
+        is_sampled = self._sampling.begin_step(
+            reads_all=reads_all,
+            is_logged=sample or any(listener.wants_step() for listener in self._listeners),
+            batch_size=batch_size,
+        )
         self._skipped = None if is_sampled or reads_all else set()
         forget_failure()
         forget_explained()
@@ -231,7 +233,7 @@ class StepRecorder:
             return
         self._open = self._followed.open_step(
             batch,
-            infer_batch_size(batch).batch_size if batch_size is None else batch_size,
+            batch_size,
             meter=self.meter,
             is_sampled=is_sampled,
             per_module=self._per_module,

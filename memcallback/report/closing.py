@@ -14,6 +14,10 @@ from memcallback.report.report import Report
 from memcallback.report.styled import Letters, Line, Part, Style, labelled
 from memcallback.report.verdict import differ, peak_of
 
+#: Steps after the first report that speak for all others, where not all are read.
+_ENOUGH = 5
+_DEVIATES = "not as predicted"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
@@ -21,15 +25,24 @@ class Ending:
 
     Attributes:
         num_steps: Optimizer updates.
+        num_read: Those in steps that were read.
+        num_read_since: Those of these after the first report.
         largest: The steady step with the largest peak; None if there was none.
         num_alloc_retries: Retries of the allocator; None if unknown.
         page: The page that was written; None if none was.
     """
 
     num_steps: int
+    num_read: int
+    num_read_since: int
     largest: StepMemory | None
     num_alloc_retries: int | None
     page: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were read to speak for the others."""
+        return self.num_read >= self.num_steps or self.num_read_since >= _ENOUGH
 
 
 def closing_lines(
@@ -39,13 +52,19 @@ def closing_lines(
     parts = [f"{ending.num_steps:,} step{'' if ending.num_steps == 1 else 's'}"]
     changes = [] if first is None else list(_changes(first, last, letters))
     peak = peak_of(last.measured)
+    larger = "" if peak is None else _larger(peak, ending.largest)
     if peak is not None:
-        parts.append(f"peak {brief_bytes(peak[0])} {peak[1]}{_larger(peak, ending.largest)}")
-    if first is not None and peak is not None and not changes:
+        parts.append(f"peak {brief_bytes(peak[0])} {peak[1]}{larger}")
+    is_same = first is not None and peak is not None and not (changes or larger)
+    if is_same and ending.num_read_since and ending.is_known:
         parts.append("constant")
     deviation = last.deviation
     if is_compared(last.prediction, last.measured):
-        parts.append(_agreement(deviation))
+        agreement = _agreement(deviation)
+        if ending.is_known or agreement == _DEVIATES:
+            parts.append(agreement)
+    if not ending.is_known:
+        parts.append(f"{ending.num_read:,} of {ending.num_steps:,} steps read")
     if ending.num_alloc_retries is not None:
         number = ending.num_alloc_retries
         parts.append(f"{number:,} retr{'y' if number == 1 else 'ies'}" if number else "no retries")
@@ -67,7 +86,7 @@ def _agreement(deviation: Deviation | None) -> str:
         return "as predicted"
     if deviation.is_of_measurement:
         return f"as predicted, but {deviation.reason}"
-    return "not as predicted"
+    return _DEVIATES
 
 
 def _is_known(deviation: Deviation, report: Report) -> bool:

@@ -60,7 +60,7 @@ def test_the_first_steady_step_and_the_end_are_reported_beside_the_prediction(
     recorder.close()
     (last,) = capsys.readouterr().out.splitlines()
     closing = re.fullmatch(
-        r"memcallback: 8 steps, peak [\d.]+ KiB allocated, constant, as predicted; page: (.+)", last
+        r"memcallback: 8 steps, peak [\d.]+ KiB allocated, 3 of 8 steps read; page: (.+)", last
     )
     page = Path(closing[1]).read_text(encoding="utf-8")
     assert Path(closing[1]).parent == tmp_path / "version_0"
@@ -96,6 +96,27 @@ def test_verbose_says_how_much_is_printed(tmp_path, parts, capsys, verbose, is_b
     output = " ".join(output.split())
     assert all(caveat.split(":")[0] in output for caveat in log.prediction.caveats) == is_long
     assert bool(output) == (verbose > 0)
+
+
+def test_where_few_steps_are_read_a_larger_batch_is_and_nothing_old_is_logged_at_a_later_step(
+    tmp_path, parts, capsys
+):
+    model, optimizer = parts
+    recorder = mc.MemoryRecorder(*parts)
+    with mc.MemoryLog(recorder, log_dir=tmp_path), recorder.watch():
+        for number in range(1, 41):
+            num_samples = 16 if number < 20 else 1600
+            model(torch.ones(num_samples, FEATURES)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [step.batch_size for step in recorder.steps] == [16, 16, 16, 1600]
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(
+        r"memcallback: 40 steps, peak .+ allocated \(.+ in batch 20\), 4 of 40 steps read", closing
+    )
+    points = run_of(tmp_path).Scalars("memory_gib/peak_forward")
+    assert [point.step for point in points] == [2, 20]
+    assert points[1].value > 10 * points[0].value
 
 
 def test_an_out_of_memory_error_prints_nothing_if_nothing_is_to_be_printed(tmp_path, parts, capfd):

@@ -317,6 +317,25 @@ def test_a_logged_accumulation_window_is_recorded_whole(parts):
     assert len(recorded) == len({number // 3 for number in recorded}) * 3 < 60
 
 
+def sizes_read(parts, sizes):
+    recorder = MemoryRecorder(*parts)
+    for size in sizes:
+        recorder.begin_step(batch_size=size)
+        parts[1].step()
+        recorder.end_step()
+    assert recorder.num_updates == len(sizes)
+    assert recorder.num_read == len(recorder.steps)
+    return [step.batch_size for step in recorder.steps]
+
+
+def test_on_a_cpu_the_first_step_of_a_new_batch_size_is_recorded(parts):
+    assert sizes_read(parts, [8] * 5 + [64] * 5 + [8] * 5 + [3] + [64] * 5) == [8, 8, 8, 64, 3]
+
+
+def test_of_batch_sizes_that_never_repeat_few_are_recorded(parts):
+    assert sizes_read(parts, range(1, 49)) == list(range(1, 11))
+
+
 def test_a_device_that_does_not_exist_leaves_no_hook():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

@@ -346,6 +346,7 @@ def test_each_level_prints_what_those_below_do(verbose, expected):
 
 def ending(step, **changes):
     figures = {"num_steps": 1100, "largest": step, "num_alloc_retries": 0}
+    figures |= {"num_read": 1100, "num_read_since": 1098}
     return Ending(**(figures | changes))
 
 
@@ -358,6 +359,31 @@ def test_a_training_in_which_nothing_changes_ends_with_one_line():
     assert closing(made, made, ending(made.measured)) == [
         "memcallback: 1,100 steps, peak 58.0 MiB reserved, constant, as predicted, no retries"
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_read", "since", "verdict"),
+    [
+        (1100, 27, 25, "constant, as predicted"),
+        (40, 3, 1, "3 of 40 steps read"),
+        (1100, 6, 4, "6 of 1,100 steps read"),
+        (3, 3, 1, "constant, as predicted"),
+        (2, 2, 0, "as predicted"),  # the report was of the last step
+    ],
+)
+def test_steps_that_were_not_read_are_constant_and_as_predicted_only_if_enough_others_were(
+    num_steps, num_read, since, verdict
+):
+    made = report()
+    end = ending(made.measured, num_steps=num_steps, num_read=num_read, num_read_since=since)
+    (line,) = closing(made, made, replace(end, num_alloc_retries=None))
+    assert line == f"memcallback: {num_steps:,} steps, peak 58.0 MiB reserved, {verdict}"
+
+
+def test_that_the_few_steps_that_were_read_are_not_as_predicted_is_said():
+    made = report(measured=as_measured(traced(16).step, more_in_backward=6 * MiB))
+    (line,) = closing(made, made, ending(made.measured, num_steps=40, num_read=3, num_read_since=1))
+    assert ", not as predicted, 3 of 40 steps read, " in line
 
 
 def test_what_has_changed_since_the_report_is_said():
@@ -382,6 +408,7 @@ def test_a_step_with_a_larger_peak_than_the_typical_one_is_said():
     large = as_measured(traced(16, device="cpu").step, more_in_backward=9 * MiB, index=811)
     (line,) = closing(made, made, ending(large, num_alloc_retries=None))
     assert "peak 48.0 MiB allocated (57.0 MiB in batch 812)" in line
+    assert "constant" not in line
     assert "retries" not in line
 
 

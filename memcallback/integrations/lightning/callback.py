@@ -74,9 +74,9 @@ class MemoryCallback(Callback):
     its own peaks to a checkpoint. On CUDA a step costs five reads of the allocator's
     counters. Values are logged at the Trainer's logging interval; the bytes in each category are
     counted on the steps of the first three updates and of every 50th after them. On a CPU only the
-    steps of the first three updates and those that are logged are recorded. If the logging interval
-    is short, fewer and fewer of the logged steps are recorded after the tenth update, down to one
-    step in 50.
+    steps of the first three updates, the first one of a new batch size and those that are logged
+    are recorded. If the logging interval is short, fewer and fewer of the logged steps are recorded
+    after the tenth update, down to one step in 50. If few were, the line at the end says how many.
 
     Values go to every logger of the Trainer (`memcallback.report.tags` lists the tags);
     without a logger, to a TensorBoard run under the Trainer's root directory, which may be an
