@@ -1,6 +1,6 @@
 """Predictions beside what others measured on real GPUs and published.
 
-    pip install torch==2.11.0 torchvision timm transformers einops peft
+    pip install torch==2.11.0 torchvision timm transformers einops peft diffusers
     python benchmarks/real_gpus.py [--only SOURCE ...] [--histories FOLDER]
 
 No GPU is needed. `benchmarks/published/` has the measurements with their sources. A program with
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, command, not_reported, processor, today
-from published import fine_tuning, operators, steps
+from published import fine_tuning, image_fine_tuning, operators, steps
 from published.reasons import is_off, reason_of
 from published.steps import cases, program
 
@@ -46,7 +46,6 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "The 17 published runs of PEFT with an image model: their programs have not been rebuilt yet.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )
@@ -90,6 +89,10 @@ SOURCES = {
     "linkedin": ("Liger-Kernel", "single operators; PyTorch's version was not recorded"),
     "Lightning-AI": ("litgpt", ""),
     "pytorch/torchtune": ("torchtune", ""),
+    "huggingface/peft@5d602fd method_comparison/image-gen": (
+        "PEFT, images",
+        "evaluation is not predicted, and the cache is emptied more often",
+    ),
     "huggingface/peft": (
         "PEFT",
         "the length of the longest batch was taken from one run; evaluation is not predicted",
@@ -99,14 +102,16 @@ SOURCES = {
 
 def all_cases() -> list[dict[str, Any]]:
     """Steps, single operators and runs."""
-    return [*cases(), *operators.operators(), *fine_tuning.runs()]
+    return [*cases(), *operators.operators(), *fine_tuning.runs(), *image_fine_tuning.runs()]
 
 
 def module_of(case: dict[str, Any]) -> Any:
     """The module that builds a case's step."""
     if "operator" in case:
         return operators
-    return fine_tuning if "peft_config" in case else steps
+    if "peft_config" not in case:
+        return steps
+    return image_fine_tuning if "image-gen" in case["id"] else fine_tuning
 
 
 def source_of(case: dict[str, Any]) -> str:
@@ -359,7 +364,7 @@ def main() -> None:
         "versions": f"Python {platform.python_version()}, "
         + ", ".join(
             f"{name} {version(name)}"
-            for name in ("torch", "torchvision", "timm", "transformers", "peft")
+            for name in ("torch", "torchvision", "timm", "transformers", "peft", "diffusers")
         ),
         "date": today(),
         "command": ", then ".join([*commands, command()]),

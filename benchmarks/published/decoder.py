@@ -2,7 +2,8 @@
 
 Sources: github.com/LINYUNLinYun/CS336-assignment2-systems at d7b9b89 (RTX PRO 6000 Blackwell,
 PyTorch 2.11) and github.com/aimetrics/assignment2-systems at 8f79772 (a card of at least 80 GB,
-PyTorch 2.8). Each operator matters to the byte, so attention, norms and losses are written out.
+PyTorch 2.8). Each operator matters to the byte, so attention, norms and losses are written out. So
+does when each tensor is freed: the recorded histories tell.
 """
 
 from __future__ import annotations

@@ -60,21 +60,27 @@ class _OnHost:
         return torch.empty(self._shape, device="cpu").to(like)
 
 
-class _EmptyingAdamW(torch.optim.AdamW):
-    """AdamW of the last batch before the longest one: its outputs are small, the cache is emptied.
+class EmptyingAdamW(torch.optim.AdamW):
+    """AdamW after whose updates the cache is emptied.
 
-    The outputs are small since that batch is the shortest of 20.
+    In `step_of` it is that of the last batch before the longest one, the shortest of 20. So what
+    that batch has left is let go of, too: it is small.
+
+    Attributes:
+        empties: Whether it is emptied.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], kept: list[Any], **options: Any) -> None:
         super().__init__(parameters, **options)
         self._kept = kept
+        self.empties = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update, and empty the cache."""
         loss: float | None = super().step(closure)
         self._kept.clear()
-        torch.cuda.empty_cache()
+        if self.empties:
+            torch.cuda.empty_cache()
         return loss
 
 
@@ -141,7 +147,7 @@ def step_of(case: dict[str, Any]) -> mc.TrainingStep:
         model,
         batch,
         loss=loss,
-        optimizer=lambda parameters: _EmptyingAdamW(parameters, kept, **case["optimizer"]),
+        optimizer=lambda parameters: EmptyingAdamW(parameters, kept, **case["optimizer"]),
         batch_size=case["batch"],
         clip_grad_norm=1.0,
         also=[sums] if sums else None,
