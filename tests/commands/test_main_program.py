@@ -54,6 +54,16 @@ def late():
     print('thread', pickle.loads(pickle.dumps(Kept())).__class__ is Kept)
 threading.Thread(target=late).start()
 """,
+    "threads that wait for the end": """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)  # which nobody ends
+print(pool.submit(len, 'abc').result())
+def late():
+    threading.main_thread().join()
+    print('thread')
+threading.Thread(target=late).start()
+""",
     "a process of its own": """
 import multiprocessing
 def double(x):
