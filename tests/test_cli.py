@@ -256,6 +256,15 @@ def test_the_name_may_be_a_class_or_a_model_and_inputs_may_repeat_and_have_a_dty
         ),
         (
             "some_models:make_model",
+            "99999999999999999999,64",
+            "--input '99999999999999999999,64' has more than 1,000,000,000,000,000 elements. Write "
+            "smaller numbers, such as --input 1,3,224,224.",
+        ),
+        ("some_models:make_model", f"{10**9},{10**9}", "has more than 1,000,000,000,000,000 elem"),
+        ("some_models:make_model", f"0,{10**20}", "has more than 1,000,000,000,000,000 elements."),
+        ("some_models:make_model", f"1{'0' * 5000}", "has more than 1,000,000,000,000,000 elemen"),
+        (
+            "some_models:make_model",
             "1,3:int65",
             "--input with dtype 'int65': torch has no such dtype. Write one such as float32",
         ),
@@ -669,6 +678,19 @@ def test_a_page_that_cannot_be_written_is_an_error(tracing, capfd):
             "4, such as --sequence-length 32.",
         ),
         (
+            ["some_steps:make_step", "--device", "T4", "--batch-size", "2147483649"],
+            "--batch-size 2147483649 is too large for a number of samples. Write a whole number of "
+            "at most 2,147,483,648, such as --batch-size 32.",
+        ),
+        (
+            ["some_steps:make_step", "--device", "T4", "--batch-size", f"1{'0' * 5000}"],
+            f"--batch-size 1{'0' * 29}... is too large for a number of samples. Write a whole numb",
+        ),
+        (
+            ["some_steps:make_step", "--device", "T4", "--sequence-length", "99999999999999999999"],
+            "--sequence-length 99999999999999999999 is too large for a length of a sequence. Write",
+        ),
+        (
             ["some_models:seven", "--device", "T4"],
             "some_models:seven is an int, neither a TrainingStep nor an InferenceStep nor a ",
         ),
@@ -904,6 +926,21 @@ def test_savings_are_listed_with_what_they_buy(capsys):
             ["suggest", "--sequence-lengths", "32,y"],
             "--sequence-lengths 'y' is not a length of a sequence",
         ),
+        (
+            ["suggest", "--sequence-lengths", "32,9999999999"],
+            "--sequence-lengths 9999999999 is too large for a length of a sequence.",
+        ),
+        (
+            ["suggest", "--dataset-size", "1000000000001"],
+            "--dataset-size 1000000000001 is too large for a number of samples. Write a whole "
+            "number of at most 1,000,000,000,000, such as --dataset-size 32.",
+        ),
+        (
+            ["what-if", "--world-size", "1000001"],
+            "--world-size 1000001 is too large for a number of ranks. Write a whole number of at "
+            "most 1,000,000, such as --world-size 32.",
+        ),
+        (["what-if", "--batch-size", "2147483649"], "is too large for a number of samples."),
         (["what-if", "--batch-size", "-1"], "--batch-size '-1' is not a number of samples"),
         (["what-if", "--headroom", "-1"], "--headroom '-1' is not a percentage"),
     ],

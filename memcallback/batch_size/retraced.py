@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from memcallback.core.allocation_trace import Alloc
 from memcallback.core.errors import PredictionError
+from memcallback.core.validation import MAX_BATCH_SIZE
 from memcallback.devices.catalogue import Device
 from memcallback.prediction.allocator.settings import AllocatorSettings
 from memcallback.prediction.batch_trace import BatchTrace
@@ -21,7 +22,6 @@ _LONGEST_STEP = 8
 _BISECT_EVERY = 3
 #: A trace with more events takes a minute or more.
 _MOST_EVENTS = 60_000
-_MAX_BATCH_SIZE = 1 << 31
 #: A size that cannot be traced is none that fits.
 _UNTRACED = Outcome(
     is_out_of_memory=True, num_alloc_retries=0, peak_allocated_bytes=0, peak_reserved_bytes=None
@@ -127,7 +127,7 @@ class RetracedSizes(BatchReplays):
         sizes = self.traced_sizes
         first, last = sizes[0], sizes[-1]
         more_events = self._num_events(last) - self._num_events(first)
-        size = _MAX_BATCH_SIZE if self._most is None else min(self._most, _MAX_BATCH_SIZE)
+        size = MAX_BATCH_SIZE if self._most is None else min(self._most, MAX_BATCH_SIZE)
         if more_events > 0:
             per_sample = more_events / (last - first)
             size = min(size, last + int((_MOST_EVENTS - self._num_events(last)) / per_sample))

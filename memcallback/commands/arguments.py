@@ -11,13 +11,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memcallback.core.units import parse_bytes
-from memcallback.core.validation import DEFAULT_HEADROOM, MIN_SEQUENCE_LENGTH
+from memcallback.core.validation import DEFAULT_HEADROOM, MAX_BATCH_SIZE, MIN_SEQUENCE_LENGTH
 from memcallback.step.importer import TARGET_HELP, UsageError
 
 if TYPE_CHECKING:
     from memcallback.devices.catalogue import Device
 
 CARD_HELP = "a card by name, in full or in short, or the size of any card's memory, such as 24GiB"
+
+#: The largest job that is planned for.
+MOST_RANKS = 10**6
+#: The largest of other numbers.
+_MOST = 10**12
+#: So many digits of a number that is too large are shown.
+_NUM_DIGITS = 30
 
 #: How a function looks that commands about a step are given.
 EXAMPLE = """\
@@ -67,6 +74,7 @@ def add_size_of_batch(parser: argparse.ArgumentParser) -> None:
         parser,
         "--batch-size",
         "samples in the batch; by default as many as the step's own batch has",
+        most=MAX_BATCH_SIZE,
     )
     add_number(
         parser,
@@ -74,6 +82,7 @@ def add_size_of_batch(parser: argparse.ArgumentParser) -> None:
         "length of the batch's sequences; by default as long as the step says",
         meaning="length of a sequence",
         least=MIN_SEQUENCE_LENGTH,
+        most=MAX_BATCH_SIZE,
     )
 
 
@@ -103,19 +112,26 @@ def add_number(
     *,
     meaning: str = "number of samples",
     least: int = 1,
+    most: int = _MOST,
     default: int | None = None,
 ) -> None:
     """An option whose value is a whole number."""
     parser.add_argument(
         option,
         metavar="N",
-        type=lambda text: _number(text, option, meaning, least=least),
+        type=lambda text: _number(text, option, meaning, least=least, most=most),
         default=default,
         help=help,
     )
 
 
-def _number(text: str, option: str, meaning: str, *, least: int = 1) -> int:
+def _number(text: str, option: str, meaning: str, *, least: int = 1, most: int) -> int:
+    if is_above(text, most):
+        shown = text if len(text) <= _NUM_DIGITS else f"{text[:_NUM_DIGITS]}..."
+        raise UsageError(
+            f"{option} {shown} is too large for a {meaning}. "
+            f"Write a whole number of at most {most:,}, such as {option} 32."
+        )
     if not text.isdecimal() or int(text) < least:
         raise UsageError(
             f"{option} {text!r} is not a {meaning}. "
@@ -124,10 +140,16 @@ def _number(text: str, option: str, meaning: str, *, least: int = 1) -> int:
     return int(text)
 
 
+def is_above(text: str, most: int) -> bool:
+    """Whether a text is a whole number above another; Python reads only so many digits."""
+    digits = text.lstrip("0")
+    return text.isdecimal() and (len(digits) > len(str(most)) or int(digits or "0") > most)
+
+
 def sequence_lengths(text: str) -> list[int]:
     """Lengths with commas between them."""
     return [
-        _number(length.strip(), "--sequence-lengths", "length of a sequence")
+        _number(length.strip(), "--sequence-lengths", "length of a sequence", most=MAX_BATCH_SIZE)
         for length in text.split(",")
     ]
 

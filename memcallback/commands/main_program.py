@@ -62,17 +62,19 @@ class MainProgram:
         """
         sys.argv[:] = self.argv
         _put_first(self.folder)
+        before = sys.modules["__main__"]  # alive, though nobody finds it any more
         main = ModuleType("__main__")
         loader = SourceFileLoader("__main__", self.path) if self.spec is None else self.spec.loader
+        if "__annotations__" in vars(before):  # Python 3.14 puts none there
+            main.__dict__.update(__annotations__={})
         main.__dict__.update(
-            __file__=self.path,
-            __loader__=loader,
             __package__=None if self.spec is None else self.spec.parent,
+            __loader__=loader,
             __spec__=self.spec,
-            __cached__=None if self.spec is None else self.spec.cached,
             __builtins__=builtins,
+            __file__=self.path,
+            __cached__=None if self.spec is None else self.spec.cached,
         )
-        before = sys.modules["__main__"]  # alive, though nobody finds it any more
         sys.modules["__main__"] = main
         code: CodeType | None = None
         try:

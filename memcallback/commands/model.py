@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memcallback.commands.answer import errors_in_one_line, show
-from memcallback.commands.arguments import add_json
+from memcallback.commands.arguments import add_json, is_above
 from memcallback.step.importer import TARGET_HELP, UsageError, load_model
 
 if TYPE_CHECKING:
     import torch
 
+#: PyTorch cannot count the elements of much larger outputs.
+_MOST_ELEMENTS = 10**15
 _INPUT = re.compile(r"(\d+(?:,\d+)*)(?::([a-z]+\d*))?")
 
 
@@ -71,7 +74,15 @@ def _input(text: str) -> _Input:
             f"--input {text!r} is not a size. Write whole numbers with commas between them, "
             "such as --input 1,3,224,224, or with a dtype --input 1,128:int64."
         )
-    return _Input(text, tuple(map(int, match[1].split(","))), match[2])
+    numbers = match[1].split(",")
+    is_too_large = any(is_above(number, _MOST_ELEMENTS) for number in numbers)
+    size = () if is_too_large else tuple(map(int, numbers))
+    if is_too_large or math.prod(size) > _MOST_ELEMENTS:
+        raise UsageError(
+            f"--input {text!r} has more than {_MOST_ELEMENTS:,} elements. "
+            "Write smaller numbers, such as --input 1,3,224,224."
+        )
+    return _Input(text, size, match[2])
 
 
 def _meta_tensor(spec: _Input, default: torch.dtype) -> torch.Tensor:

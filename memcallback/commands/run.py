@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
@@ -66,7 +68,7 @@ def _run_program(arguments: argparse.Namespace) -> int:
     try:
         return program.run(recording.failed)
     finally:
-        recording.close()
+        recording.close_at_end()
 
 
 def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram:
@@ -120,6 +122,15 @@ class _Recording:
         if self._loop is not None and os.getpid() == self._pid:
             self._loop.failed(error)
 
+    def close_at_end(self) -> None:
+        """Close it once the program's threads have ended, which may still train."""
+        # Python waits for these before it calls what is registered, and ends those that wait for
+        # the main thread's end or for work: to join them here could take for ever.
+        if any(not thread.daemon for thread in _other_threads()):
+            atexit.register(self.close)
+        else:  # now, since not everything can be written while Python ends
+            self.close()
+
     def close(self) -> None:
         if os.getpid() != self._pid:  # a child that the program has forked
             return
@@ -134,6 +145,10 @@ class _Recording:
                 "called in training mode. If your loop makes no such call, record it with "
                 "MemoryRecorder."
             )
+
+
+def _other_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from memcallback.commands.answer import ask, errors_of_output, json_text, show
 from memcallback.commands.arguments import (
     CARD_HELP,
+    MOST_RANKS,
     add_device,
     add_headroom,
     add_json,
@@ -21,7 +22,7 @@ from memcallback.commands.arguments import (
 )
 from memcallback.commands.checks import add_checks, failed_checks, refuse_checks
 from memcallback.core.types import Stage
-from memcallback.core.validation import DEFAULT_MULTIPLE
+from memcallback.core.validation import DEFAULT_MULTIPLE, MAX_BATCH_SIZE
 from memcallback.step.importer import UsageError
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def add_suggest(commands: Any) -> None:
         "--world-size",
         "number of ranks; the suggestion is for each of them",
         meaning="number of ranks",
+        most=MOST_RANKS,
     )
     parser.add_argument(
         "--sequence-lengths",
@@ -168,6 +170,7 @@ def add_what_if(commands: Any) -> None:
         parser,
         "--batch-size",
         "samples in one forward pass of the step as it is; by default as many as its batch has",
+        most=MAX_BATCH_SIZE,
     )
     add_device(parser)
     add_headroom(parser)
@@ -176,6 +179,7 @@ def add_what_if(commands: Any) -> None:
         "--world-size",
         "try N ranks too: DistributedDataParallel, FSDP2, HSDP, tensor parallel, a pipeline",
         meaning="number of ranks",
+        most=MOST_RANKS,
     )
     add_json(parser)
     parser.set_defaults(command=_run_what_if)

@@ -14,9 +14,14 @@ DEFAULT_HEADROOM = 0.05
 DEFAULT_MULTIPLE = 8
 #: The shortest sequence length that can be varied: four lengths are traced.
 MIN_SEQUENCE_LENGTH = 4
+#: No larger batch and no longer sequence is predicted; PyTorch could not count the elements of much
+#: larger ones.
+MAX_BATCH_SIZE = 1 << 31
 
 
-def whole_number(name: str, value: object, hint: str, *, least: int = 1) -> int:
+def whole_number(
+    name: str, value: object, hint: str, *, least: int = 1, most: int | None = None
+) -> int:
     """A whole number as an int; NumPy's are accepted."""
     # NumPy and PyTorch have a True of their own, which some of their versions let pass for 1.
     is_true_or_false = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
@@ -28,6 +33,8 @@ def whole_number(name: str, value: object, hint: str, *, least: int = 1) -> int:
         raise TypeError(f"{name} must be a whole number, got {value!r}. {hint}")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}. {hint}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most:,}, got {number:,}. {hint}")
     return number
 
 

@@ -72,8 +72,8 @@ def predict(
             outside of its process; if its batch size is unknown; or if its batch cannot be made
             larger or smaller, and another `batch_size` is asked for.
         ValueError: If `device` is unknown, or names a device that this machine does not have; if
-            `batch_size` is below 1; or if `sequence_length` is given and the step does not say its
-            own.
+            `batch_size` is below 1 or above 2**31; or if `sequence_length` is above 2**31, or given
+            and the step does not say its own.
         TypeError: If `step` is not a step, or a number is not whole.
     """
     checked_step(step)

@@ -14,7 +14,7 @@ import torch
 
 from memcallback.core.errors import PredictionError
 from memcallback.core.torch_private import FakeTensorMode, enable_record_function
-from memcallback.core.validation import MIN_SEQUENCE_LENGTH, whole_number
+from memcallback.core.validation import MAX_BATCH_SIZE, MIN_SEQUENCE_LENGTH, whole_number
 from memcallback.devices.catalogue import NCCL_BYTES, Device, DeviceSpec, HostSpec
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -58,7 +58,10 @@ def predict_here(
         own_batch_size
         if batch_size is None
         else whole_number(
-            "batch_size", batch_size, f"Leave it out for the batch's own, {own_batch_size}."
+            "batch_size",
+            batch_size,
+            f"Leave it out for the batch's own, {own_batch_size}.",
+            most=MAX_BATCH_SIZE,
         )
     )
     if wanted != own_batch_size and not has_samples(step.batch, own_batch_size):
@@ -70,7 +73,9 @@ def predict_here(
     length = step.sequence_length
     if sequence_length is not None:
         own = "Leave it out." if length is None else f"Leave it out for the step's own, {length}."
-        length = whole_number("sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH)
+        length = whole_number(
+            "sequence_length", sequence_length, own, least=MIN_SEQUENCE_LENGTH, most=MAX_BATCH_SIZE
+        )
     trace: BatchTrace | SequenceLengthTrace
     if length is None:
         trace = _batch_trace(Traces(step, spec, _NUM_TRACES, progress), wanted)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memcallback.core.step_memory import largest
 from memcallback.core.units import format_bytes
-from memcallback.core.validation import DEFAULT_HEADROOM
+from memcallback.core.validation import DEFAULT_HEADROOM, MAX_BATCH_SIZE
 from memcallback.devices.catalogue import Device
 from memcallback.isolation.child import is_in_child
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -19,8 +19,6 @@ from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.replay import replay_on
 from memcallback.prediction.replayed import Replay
 
-#: No search goes beyond this batch size.
-_MAX_BATCH_SIZE = 1 << 31
 #: The first stride of `largest_number` is its starting point divided by this.
 _STRIDE_DIVISOR = 128
 #: How many sizes below the largest that fits are tried too.
@@ -233,7 +231,7 @@ class BatchReplays:
             return None
         holds = self._where_known(holds)
         near = self._near(start, by_allocated, within_bytes)
-        found = largest_number(holds, near=near, end=_MAX_BATCH_SIZE)
+        found = largest_number(holds, near=near, end=MAX_BATCH_SIZE)
         if found is None:
             return None
         return self._largest_confirmed(self._below_failures(found, holds), holds)
@@ -335,7 +333,7 @@ class BatchReplays:
     def _near(self, start: int, by_allocated: bool, within_bytes: int | None) -> int:
         """About where the unlimited peak reaches a number of bytes, or the capacity."""
         capacity_bytes = self.device.allocator_capacity_bytes
-        end = self.trace.largest_known or _MAX_BATCH_SIZE
+        end = self.trace.largest_known or MAX_BATCH_SIZE
         if capacity_bytes is not None and self.trace.curvatures is not None:
             # Two points of a parabola lead far beyond it, where a replay may take for ever.
             end = min(end, self.trace.largest_within(capacity_bytes) or end)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from memcallback.core.tensors import tensors_in
-from memcallback.core.torch_private import BatchNormBase as _NormBase
+from memcallback.savings.first_pass import AsInFirstPass
 from memcallback.step.model import (
     is_sequential,
     layer_containers,
@@ -40,10 +40,13 @@ def checkpoint(
 
     Between its forward and its backward pass a segment keeps its input, and no tensor that it
     computed inside (`torch.utils.checkpoint`, non-reentrant). Gradients are bit-identical to those
-    without checkpointing: the second forward pass draws the same dropout masks, sees buffers as the
-    first pass saw them, and leaves buffers (such as the running statistics of batch norm) and
-    random number generators as it finds them. Names of parameters, hooks, DistributedDataParallel
-    and autocast work as before. Anything else that a module counts or stores in its forward pass
+    without checkpointing: the second forward pass draws the same random numbers, such as dropout
+    masks, sees buffers as the first pass saw them, and leaves buffers (such as the running
+    statistics of batch norm) and random number generators as it finds them. The generators are the
+    global ones of PyTorch, Python and NumPy; a generator of a module's own (`torch.Generator`,
+    `random.Random`, `numpy.random.default_rng()`) is not among them: it goes on, and what it draws
+    the second time is other than before. Names of parameters, hooks, DistributedDataParallel and
+    autocast work as before. Anything else that a module counts or stores in its forward pass
     happens twice: turn key-value caches off.
 
     - An `nn.Sequential` is cut into segments. If it is the model itself, the last segment is not
@@ -285,13 +288,13 @@ def _recomputed(
     def run(*values: Any) -> Any:
         return forward(*values[len(names) :], **dict(zip(names, values, strict=False)))
 
-    # By position alone: PyTorch finds the device whose random numbers it draws again by these.
+    # By position alone: PyTorch finds the device whose autocast it restores by these.
     output = torch_checkpoint.checkpoint(
         run,
         *kwargs.values(),
         *args,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _BuffersOfFirstPass(modules)),
+        context_fn=lambda: (nullcontext(), AsInFirstPass(modules, inputs)),
     )
     if [tensor._version for tensor in inputs] != versions:
         raise RuntimeError(
@@ -300,45 +303,6 @@ def _recomputed(
             "modules: checkpoint(model, name=[...])."
         )
     return output
-
-
-class _BuffersOfFirstPass:
-    """A context in which modules in training have copies of their buffers of the first pass.
-
-    It may be entered several times. PyTorch's norm layers get copies of their present buffers: in
-    training they do not read their running statistics, so those of the first pass are not kept.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        every = dict.fromkeys(chain.from_iterable(module.modules() for module in modules))
-        self._modules = [module for module in every if module.training and module._buffers]
-        self._first = {module: _copies(module) for module in self._modules if not _is_norm(module)}
-        self._now: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
-
-    def __enter__(self) -> None:
-        self._now = {module: dict(module._buffers) for module in self._modules}
-        for module, first in self._first.items():
-            module._buffers.update(first)
-        for module in self._modules:
-            module._buffers.update(_copies(module))
-
-    def __exit__(self, *exception: object) -> None:
-        # PyTorch ends a recomputation by an exception as soon as it has what it needs.
-        for module, now in self._now.items():
-            module._buffers.update(now)
-        self._now = {}
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and type(module).__module__.startswith("torch.nn.")
-
-
-def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: buffer.detach().clone()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
 
 
 def _forwards(root: nn.Module, name: str, segments: int | None) -> Iterator[_Forward]:

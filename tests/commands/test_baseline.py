@@ -1,4 +1,5 @@
 import json
+import math
 import sys
 
 import pytest
@@ -139,7 +140,12 @@ def test_a_tolerance_that_is_no_percentage_is_refused(predict, base):
         ("[]", "'base.json' was not written by memcallback. Write it: "),
         ('{"a": 1}', "'base.json' was not written by memcallback. Write it: "),
         ('{"schema_version": 2}', "'base.json' has schema_version 2, and this memcallback reads 1"),
+        (
+            '{"schema_version": true}',
+            "'base.json' has schema_version true, and this memcallback re",
+        ),
         ('{"schema_version": 1}', "'base.json' lacks peak_allocated_bytes: another command, or an"),
+        ("[" * 100_000, "'base.json' is not JSON: "),
     ],
 )
 def test_a_file_that_is_no_prediction_is_refused(content, message, predict, tmp_path, capsys):
@@ -150,6 +156,44 @@ def test_a_file_that_is_no_prediction_is_refused(content, message, predict, tmp_
     assert f"memcallback: error: {message}" in err
     assert main(["diff", "base.json", "base.json"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("peak_reserved_bytes", "1GiB", '"1GiB"'),
+        ("peak_allocated_bytes", None, "null"),
+        ("peak_allocated_bytes", True, "true"),
+        ("peak_allocated_bytes", -1, "-1"),
+        ("peak_allocated_bytes", 10**400, f"1{'0' * 39}..."),
+        ("largest_batch_size", 1.5, "1.5"),
+        ("fits", 1, "1"),
+        ("device_name", ["L4"], "a list"),
+        ("at_peak_by_category_bytes", [1], "a list"),
+        ("at_peak_by_module_bytes", {"0": math.nan}, "an object"),
+        ("at_peak_by_line", None, "null"),
+        ("at_peak_by_line", [1, 2], "a list"),
+        ("at_peak_by_line", [{"file": "a.py"}], "a list"),
+        ("steps", [], "[]"),
+        ("steps", "x", '"x"'),
+        ("steps", [{}], "a list"),
+        ("steps", [{"windows": [{"phase": "forward"}]}], "a list"),
+        ("steps", [{"windows": [{"phase": "lunch", "peak_allocated_bytes": 1}]}], "a list"),
+    ],
+)
+def test_a_prediction_that_was_damaged_is_refused_before_anything_is_traced(
+    key, value, shown, predict, base, monkeypatch, capsys
+):
+    base(**{key: value})
+    monkeypatch.setitem(sys.modules, "memcallback.prediction.predict", None)
+    code, out, err = predict("--baseline", "base.json")
+    assert (code, out) == (2, "")
+    has = f"memcallback: error: 'base.json' has {shown} as {key}, which must be "
+    assert err.startswith(has)
+    assert ": it was damaged or changed. Write it: memcallback predict train:make_step " in err
+    assert len(err.splitlines()) == 1
+    assert main(["diff", "base.json", "base.json"]) == 2
+    assert capsys.readouterr().err == err
 
 
 def test_diff_prints_what_changed_and_with_json_the_same_as_data(predict, base, tmp_path, capsys):

@@ -21,6 +21,7 @@ print(type(__loader__).__name__, sys.modules["__main__"].__dict__ is globals(), 
 import beside
 print(beside.NAME)
 """,
+    "what Python gives it": "print(list(globals()))\nprint(__annotations__)",
     "no future of ours": "def f(x: undefined_name): pass\nprint('not reached')",
     "an exit with a number": "import sys\nsys.exit(7)",
     "an exit with a text": "import sys\nsys.exit('it is over')",
@@ -53,6 +54,16 @@ def late():
     print('thread', pickle.loads(pickle.dumps(Kept())).__class__ is Kept)
 threading.Thread(target=late).start()
 """,
+    "threads that wait for the end": """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)  # which nobody ends
+print(pool.submit(len, 'abc').result())
+def late():
+    threading.main_thread().join()
+    print('thread')
+threading.Thread(target=late).start()
+""",
     "a process of its own": """
 import multiprocessing
 def double(x):
@@ -67,7 +78,8 @@ if __name__ == '__main__':
 }
 PACKAGE = {
     "__init__.py": "print('package', __name__)",
-    "__main__.py": "from . import part\nimport sys\nprint(__spec__.name, __package__, sys.argv)",
+    "__main__.py": "from . import part\nimport sys\nprint(__spec__.name, __package__, sys.argv)\n"
+    "print(list(globals()))",
     "part.py": "print(__name__, __file__)\nif __name__ == '__main__':\n    raise ValueError",
 }
 

@@ -62,6 +62,20 @@ model = torch.nn.Linear(3, 4)
 with torch.no_grad():
     model(torch.zeros(2, 3))
 """
+TRAINS_LATE = """
+import threading, torch
+
+def train():
+    threading.main_thread().join()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.ones(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+threading.Thread(target=train).start()
+"""
 RUNS_OUT_ON_A_DEVICE = """
 import torch
 from torch import nn
@@ -136,6 +150,17 @@ def test_a_program_that_does_not_train_is_told_so(run):
     code, out, err = run(NEVER_TRAINS)
     assert (code, out) == (0, "")
     assert err.startswith("memcallback: no training step was seen. A step is seen if a module ")
+
+
+@pytest.mark.parametrize("last", ["", "raise SystemExit(3)"], ids=["end", "exit"])
+def test_a_thread_that_trains_when_the_main_thread_has_ended_is_waited_for(last, run, tmp_path):
+    code, out, err = run(TRAINS_LATE + last, "--log-dir", "logs")
+    assert (code, out) == (3 if last else 0, "")
+    assert "memcallback │ Linear · batch 32 · AdamW · CPU" in err
+    assert "memcallback: 4 steps, peak " in err
+    assert "no training step" not in err
+    assert "Exception ignored" not in err
+    assert list((tmp_path / "logs").rglob("*.html"))
 
 
 def test_a_trainer_of_lightning_is_left_to_its_callback(run, tmp_path):

@@ -98,6 +98,15 @@ def test_what_is_too_small_is_refused_wherever_it_is_given(where):
             take(given)
 
 
+@pytest.mark.parametrize("name", ["batch_size", "sequence_length"])
+@pytest.mark.parametrize("given", [2**31 + 1, 10**20])
+def test_what_is_too_large_to_be_predicted_is_refused(name, given):
+    with pytest.raises(
+        ValueError, match=f"^{name} must be at most 2,147,483,648, got {given:,}. Leave it out for"
+    ):
+        predict(name, given)
+
+
 def test_numpys_whole_numbers_are_taken_and_made_pythons():
     for number in (np.int64(8), np.uint8(8), 8):
         assert type(whole_number("n", number, "")) is int

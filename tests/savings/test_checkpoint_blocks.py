@@ -1,5 +1,8 @@
 """`checkpoint` of a list or a dictionary of blocks, and how blocks are called."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -94,3 +97,36 @@ def test_what_has_no_forward_pass_is_refused():
         mc.checkpoint(model, "none")
     with pytest.raises(ValueError, match="'the list' has no blocks"):
         mc.checkpoint([])
+
+
+class Drawing(nn.Module):
+    """Scales by a number that it draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, hidden):
+        return torch.tanh(self.linear(hidden) * (1 + self.draw()))
+
+
+@pytest.mark.parametrize(
+    ("seed", "draw"),
+    [(random.seed, random.random), (numpy.random.seed, numpy.random.rand)],
+    ids=["random", "numpy"],
+)
+def test_numbers_of_python_and_numpy_are_drawn_again_and_the_next_are_as_before(seed, draw):
+    torch.manual_seed(0)
+    blocks, x = nn.Sequential(*(Drawing(draw) for _ in range(3))), torch.ones(4, 8)
+
+    def trained():
+        seed(1)
+        loss = blocks(x).sum()
+        between = draw()
+        return *torch.autograd.grad(loss, list(blocks.parameters())), between, draw()
+
+    expected = trained()
+    with mc.checkpoint(list(blocks)):
+        found = trained()
+    assert all(map(torch.equal, expected[:-2], found[:-2]))
+    assert found[-2:] == expected[-2:]

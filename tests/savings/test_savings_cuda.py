@@ -101,6 +101,13 @@ def test_the_callback_predicts_the_step_with_the_savings_of_its_trainer(tmp_path
     assert not any("The prediction is off" in line for line in callback.report.lines())
 
 
+class Graph:
+    """An object of a library that has a tensor."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
 class Dropping(nn.Module):
     """Drops what it is called with, and notes the state from which its masks are drawn."""
 
@@ -109,18 +116,27 @@ class Dropping(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.states = states
 
-    def forward(self, hidden):
+    def forward(self, hidden=None):
         self.states.append(torch.cuda.get_rng_state())
+        hidden = self.linear.weight if hidden is None else getattr(hidden, "hidden", hidden)
         return F.dropout(self.linear(hidden))
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_a_block_draws_the_same_masks_again_however_it_is_called(by_keyword):
+@pytest.mark.parametrize("called", ["by position", "by keyword", "with an object", "with nothing"])
+def test_a_block_draws_the_same_masks_again_however_it_is_called(called):
     states = []
     block = Dropping(states).cuda()
     mc.checkpoint(block, "")
     hidden = torch.ones(4, 8, device="cuda")
-    outputs = block(hidden=hidden) if by_keyword else block(hidden)
-    F.dropout(outputs).sum().backward()
+    call = {
+        "by position": lambda: block(hidden),
+        "by keyword": lambda: block(hidden=hidden),
+        "with an object": lambda: block(Graph(hidden)),
+        "with nothing": block,
+    }
+    loss = F.dropout(call[called]()).sum()
+    before = torch.cuda.get_rng_state()
+    loss.backward()
     first, again = states
     assert torch.equal(first, again)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
