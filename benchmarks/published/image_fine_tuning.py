@@ -30,7 +30,7 @@ NUM_PICTURES, CHANNELS, SIDE = 14, 128, 32
 NUM_TOKENS, TEXT_WIDTH = 512, 7680
 NUM_JUDGE_PARAMETERS = 86_580_480
 #: The methods whose adapters cannot be made on the meta device, since they read values.
-_NEED_VALUES = ("BOFT", "SHIRA", "PSOFT")
+_NEED_VALUES = ("BOFT", "SHIRA")
 _LEFT_OUT = {
     "FROD": "its adapter is made by factorizing all weights, which takes their values",
 }
