@@ -358,7 +358,7 @@ def test_a_batch_of_any_size_takes_no_memory_of_the_host():
     step = mc.TrainingStep(
         nn.Embedding(10, 2), torch.arange(8), loss=lambda model, batch: model(batch).sum()
     )
-    assert mc.predict(step, device=CARD, batch_size=1 << 40).peak_allocated_bytes > 1 << 43
+    assert mc.predict(step, device=CARD, batch_size=1 << 31).peak_allocated_bytes > 1 << 34
 
 
 def test_a_step_that_generates_does_so_to_the_end_and_that_is_said():
