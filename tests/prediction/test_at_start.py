@@ -6,12 +6,14 @@ import pytest
 from hand_made import prediction, traced_step
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_device import AscendingAddresses
 
 from memcallback.batch_size.estimate import suggest
 from memcallback.core.allocation_trace import Alloc, AllocationTrace, Free, StepStart
 from memcallback.core.types import Category
 from memcallback.core.units import GiB, KiB, MiB, format_bytes
 from memcallback.devices.catalogue import find_device
+from memcallback.prediction.allocator import blocks
 from memcallback.prediction.allocator.at_start import Part, Segment, read_segments
 from memcallback.prediction.allocator.caching import CachingAllocator
 from memcallback.prediction.allocator.settings import AllocatorSettings
@@ -57,6 +59,14 @@ def predicted(traced, settings=None, device="NVIDIA A100-SXM4-80GB"):
         settings=settings or AllocatorSettings(),
         with_limits=False,
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def first_made_lies_lowest():
+    """Then what is there before lies as it does where all is replayed from the beginning."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "Addresses", AscendingAddresses)
+        yield
 
 
 def segments_at_start(traced, settings=None):
