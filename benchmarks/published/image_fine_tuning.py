@@ -88,7 +88,7 @@ class _Loop:
             model.register_buffer(f"cached_{name}", cached, persistent=False)
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
-        """The loss of some pictures: how well the noise on them is told."""
+        """The mean squared error of what the model predicts for a batch: noise less latents."""
         size, device, now = len(batch), model.cached_latents.device, self.variables
         chosen = torch.zeros(size, dtype=torch.long, device=device)
         now["latents"] = latents = model.cached_latents.index_select(0, chosen)

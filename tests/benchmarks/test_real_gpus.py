@@ -12,7 +12,7 @@ import memcallback as mc
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import real_gpus
-from published import fine_tuning, operators, operators_of_layers
+from published import fine_tuning, image_fine_tuning, operators, operators_of_layers
 from published.philox import normal_numbers
 from published.reasons import REASONS, is_off, reason_of
 from published.steps import cases, program, reason_left_out, step_of
@@ -133,6 +133,17 @@ def test_every_run_names_its_card_and_one_that_is_left_out_its_reason():
         assert run["trust"] in ("B", "C")
     left_out = {run["id"] for run in RUNS if fine_tuning.reason_left_out(run)}
     assert left_out == {"peft-lora-rank32", "peft-frod-sparse0.02-lr_0.001"}
+
+
+def test_every_run_of_an_image_model_names_its_card_and_one_that_is_left_out_its_reason():
+    runs = image_fine_tuning.runs()
+    assert len(runs) == len({run["id"] for run in runs}) == 17
+    for run in runs:
+        assert real_gpus.source_of(run) == "PEFT, images"
+        assert real_gpus.module_of(run) is image_fine_tuning
+        assert real_gpus.card_of(run).name == "NVIDIA L40S"
+    left_out = {run["id"] for run in runs if image_fine_tuning.reason_left_out(run)}
+    assert left_out == {"peft-image-gen-frod-default"}
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT, at what transformers has renamed

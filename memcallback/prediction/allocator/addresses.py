@@ -26,8 +26,9 @@ class Addresses:
     Each range lies below the one before. A segment begins where the newest range with room for it
     is free, else a new range. On an H100 (driver 580.159.04, `tests/recorded/allocator_h100`)
     all 69 segments that could lie in several ranges lie in the newest, and none of 109 has a new
-    range where another had room. The second range is that of kernels: 384 MiB of it fit best what
-    56 trainings reserved on that H100. Addresses that are given back are not used again here.
+    range where another had room. The second range is that of kernels. How much of it segments get
+    was fitted to the trainings without convolutions on a real H200 (docs/real-gpus.md). Addresses
+    that are given back are not used again here.
     """
 
     __slots__ = ("_above", "_has_kernels", "_lowest", "_rests")
