@@ -34,7 +34,7 @@ from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
-from memcallback.trace.on_device import holders_in, is_on_device, show_device
+from memcallback.trace.on_device import holders_in, is_on_device, move, show_device
 from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.repetitions import Irregular, grown
 from memcallback.trace.request import TraceRequest
@@ -148,6 +148,8 @@ class CopiedRun:
             if one is not None and one.prepare is not None:
                 self._examples[one.stage] = one.prepare(self._model, self._examples[one.stage])
         if mode.spec:
+            if self._ranks is None and not is_on_device(request.step.model):
+                move(self._model)
             flatten_rnn_weights(self._model)
         if self._ranks is None:
             mode.is_recording = True
