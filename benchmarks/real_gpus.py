@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -46,8 +47,6 @@ from memcallback.prediction.predict_here import predict_here, predict_once
 from memcallback.prediction.search import budget
 
 NOT_REPORTED = (
-    "How PEFT's loop with an image model empties the cache: after every 25th step. Predicted is: "
-    "after each step but the first. A table without rows of 'PEFT, images' leaves these runs out.",
     "Why nvidia-smi shows more than the context and the reserved memory: libraries load kernels "
     "when they first need them.",
 )
@@ -56,11 +55,10 @@ TRUST = (
 )
 #: With fewer batch sizes than this a program is traced at each.
 _FEW_SIZES = 3
-#: The day when PyTorch 2.9 came out; cases with a date do not say which version ran. Workspaces are
-#: those of 2.8 before it, else those of 2.11.
+#: The day when PyTorch 2.9 came out; cases with a date do not say which version ran.
 PYTORCH_2_9 = "2025-10-15"
-#: One of the versions that ran on AMD's cards (2.2 to 2.4), all before its libraries' workspaces.
-_TORCH_ON_AMD = (2, 3)
+#: Workspaces are the same in all versions before it that ran, and in all from it on.
+_BEFORE_2_9, _FROM_2_9 = (2, 8), (2, 11)
 #: The name of a card in a case -> the card.
 _CARDS = {
     "A100-40GB": "NVIDIA A100-SXM4-40GB",
@@ -93,7 +91,7 @@ SOURCES = {
     "pytorch/torchtune": ("torchtune", ""),
     "huggingface/peft@5d602fd method_comparison/image-gen": (
         "PEFT, images",
-        "evaluation is not predicted, and the cache is emptied more often",
+        "the 100 updates before the first evaluation; versions of diffusers and PEFT",
     ),
     "huggingface/peft": (
         "PEFT",
@@ -130,12 +128,7 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
         name = "MI250"
     card = find_device(_CARDS["A100 80GB"] if "unknown" in name else _CARDS.get(name, name))
     assert isinstance(card, DeviceSpec)
-    if card.amd_architecture:
-        return replace(card, torch_version=_TORCH_ON_AMD)
-    is_older = case.get("date", PYTORCH_2_9) < PYTORCH_2_9
-    card = replace(card, torch_version=(2, 8) if is_older else (2, 11))
-    if is_older:
-        return card
+    card = replace(card, torch_version=torch_version_of(case))
     cap_bytes = case.get("cap_bytes")
     if cap_bytes:
         return replace(card, capacity_bytes=cap_bytes, context_bytes=0)
@@ -143,6 +136,13 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
         # CUDA 11.3 loads all kernels at once. The capacity is what CUDA gives of the card.
         return replace(card, capacity_bytes=case["gpu_bytes"], context_bytes=EAGER_CONTEXT_BYTES)
     return card
+
+
+def torch_version_of(case: dict[str, Any]) -> tuple[int, int]:
+    """The PyTorch that ran, or one with the same workspaces."""
+    if named := re.match(r"~?(\d+)\.(\d+)", case.get("torch", "")):
+        return int(named[1]), int(named[2])
+    return _FROM_2_9 if case.get("date", "") >= PYTORCH_2_9 else _BEFORE_2_9
 
 
 def would_be_suggested(prediction: mc.Prediction) -> bool:
@@ -170,6 +170,8 @@ def predicted(case: dict[str, Any], prediction: mc.Prediction) -> dict[str, Any]
             "is_unsafe": not does_fit and would_be_suggested(as_named),
         }
     run_reserved_bytes = prediction.run_peak_reserved_bytes or 0
+    if module_of(case) is image_fine_tuning:
+        run_reserved_bytes = image_fine_tuning.peak_reserved_bytes(prediction)
     by_measure = {
         "peak_allocated": prediction.peak_allocated_bytes,
         "peak_reserved": run_reserved_bytes,

@@ -65,22 +65,17 @@ class EmptyingAdamW(torch.optim.AdamW):
 
     In `step_of` it is that of the last batch before the longest one, the shortest of 20. So what
     that batch has left is let go of, too: it is small.
-
-    Attributes:
-        empties: Whether it is emptied.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], kept: list[Any], **options: Any) -> None:
         super().__init__(parameters, **options)
         self._kept = kept
-        self.empties = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update, and empty the cache."""
         loss: float | None = super().step(closure)
         self._kept.clear()
-        if self.empties:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return loss
 
 

@@ -6,15 +6,16 @@ in `image_fine_tuning.jsonl`, one run a line; the step is written from what its 
 Prompts and pictures are encoded beforehand and stay on the device, as does the model that judges
 pictures (DINOv2). Each block of the transformer is checkpointed.
 
-The cache is emptied after every 25th step. A prediction repeats the last of two updates, so here it
-is emptied after each but the first.
+The cache is emptied after every 25th step. So the second of two traced updates is repeated, and the
+allocator replays the 100 updates before the first evaluation, which is not predicted: it leaves
+other free blocks.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ import torch
 from torch import Tensor, nn
 
 import memcallback as mc
-
-from .fine_tuning import EmptyingAdamW
+from memcallback.core.allocation_trace import Alloc, EmptyCache, Event, Free, not_freed
+from memcallback.prediction.replay import replay_on
+from memcallback.prediction.steady_state import last_windows, pairs_of
 
 ROWS = Path(__file__).parent / "image_fine_tuning.jsonl"
 NUM_PICTURES, CHANNELS, SIDE = 14, 128, 32
 NUM_TOKENS, TEXT_WIDTH = 512, 7680
 NUM_JUDGE_PARAMETERS = 86_580_480
+#: Updates from one emptied cache to the next, and until the first evaluation.
+EMPTIED_EVERY, NUM_UPDATES = 25, 100
 #: The methods whose adapters cannot be made on the meta device, since they read values.
 _NEED_VALUES = ("BOFT", "SHIRA")
 _LEFT_OUT = {
@@ -114,15 +118,6 @@ class _Loop:
         return torch.mean(squares.reshape(size, -1), 1).mean()
 
 
-class _LaterEmptyingAdamW(EmptyingAdamW):
-    """AdamW after whose updates, but the first, the cache is emptied."""
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update, and empty the cache if this is not the first."""
-        self.empties = bool(self.state)
-        return super().step(closure)
-
-
 def step_of(case: dict[str, Any]) -> mc.TrainingStep:
     """The step of a run."""
     config = case["peft_config"]
@@ -136,7 +131,7 @@ def step_of(case: dict[str, Any]) -> mc.TrainingStep:
     ]
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return _LaterEmptyingAdamW(parameters, [], **case["optimizer"])
+        return torch.optim.AdamW(parameters, **case["optimizer"])
 
     return mc.TrainingStep(
         model,
@@ -146,3 +141,38 @@ def step_of(case: dict[str, Any]) -> mc.TrainingStep:
         clip_grad_norm=1.0,
         also=[sums] if sums else None,
     )
+
+
+def peak_reserved_bytes(prediction: mc.Prediction) -> int:
+    """The largest reserved memory of the updates before the first evaluation."""
+    events = _updates(prediction.trace.at(prediction.batch_size).events)
+    steps = replay_on(events, prediction.device, prediction.settings, None).steps
+    return max(window.peak_reserved_bytes or 0 for step in steps for window in step.windows)
+
+
+def _updates(events: Sequence[Event]) -> list[Event]:
+    """The events of all these updates: the traced second one is repeated, with ids of its own."""
+    window = last_windows(events)[-1]
+    update = events[window.start : window.stop]
+    before, after = not_freed(events[: window.start]), not_freed(events[: window.stop])
+    pairs = pairs_of(
+        [alloc for alloc in before if alloc not in after],
+        [alloc for alloc in after if alloc not in before],
+    )
+    if pairs is None:
+        raise ValueError("the second update frees other storages than it leaves to the next one")
+    run = list(events[: window.stop])
+    ids = itertools.count(1 + max(event.id for event in run if isinstance(event, Alloc)))
+    names: dict[int, int] = {}
+    for number in range(window.number + 1, NUM_UPDATES + 1):
+        names = {freed: names.get(left, left) for freed, left in pairs}
+        for event in update:
+            if isinstance(event, Alloc):
+                names[event.id] = next(ids)
+                event = event._replace(id=names[event.id])
+            elif isinstance(event, Free):
+                event = Free(names.get(event.id, event.id))
+            run.append(event)
+        if number % EMPTIED_EVERY == 0:
+            run.append(EmptyCache())
+    return run
