@@ -276,6 +276,14 @@ def new_ragged_size() -> torch.SymInt:
     return size
 
 
+def lay(
+    fake: torch.Tensor, storage: torch.UntypedStorage, offset: int, strides: Sequence[int]
+) -> None:
+    """Let a fake lie in another storage. PyTorch's cache of fakes keeps one that `set_` is told."""
+    with DisableTorchFunction(), no_dispatch(), torch.no_grad():
+        fake.set_(storage, offset, fake.size(), strides)
+
+
 def resized_sparse(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A sparse tensor of another shape; further rows have the mean number of elements."""
     indices, values = dense_parts(tensor)

@@ -28,7 +28,7 @@ _UNKNOWN_WORKSPACES = (
 _VERSION = (
     "Convolution workspaces are what the installed cuDNN {} answers without a device. Where it "
     "leaves out algorithms, rules found with cuDNN 9.19 say what they take. On the card cuDNN may "
-    "choose others: of 76 trainings with convolutions on an H200, 71 reserved within 5 % of the "
+    "choose others: of 76 trainings with convolutions on an H200, 73 reserved within 5 % of the "
     "prediction, and two reserved 64 and 89 % more. Another version of cuDNN changed the "
     "predicted reserved memory of convolution nets by -18 to +8 %."
 )

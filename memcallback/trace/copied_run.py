@@ -24,17 +24,17 @@ from memcallback.step.inference_step import InferenceStep
 from memcallback.step.lightning_batch import parts_with_tensors, stand_in
 from memcallback.step.pipeline import Pipeline, PipelineError
 from memcallback.step.ranks import Ranks
-from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
 from memcallback.trace.caveats import caveats
 from memcallback.trace.dispatch.mode import TraceMode
-from memcallback.trace.dispatch.real_tensors import addresses
+from memcallback.trace.dispatch.real_tensors import addresses, owning_parts
 from memcallback.trace.loops.batches import Batches, hook_error
 from memcallback.trace.loops.inference import Inference
 from memcallback.trace.loops.loop import run_window
 from memcallback.trace.loops.passes import Training
 from memcallback.trace.marks import TraceMarks, in_order_of_moving
-from memcallback.trace.on_device import holders_in, is_on_device, move, show_device
+from memcallback.trace.moving import Moving
+from memcallback.trace.on_device import holders_in, is_on_device, show_device
 from memcallback.trace.patches.compiled import CompiledCode
 from memcallback.trace.repetitions import Irregular, grown
 from memcallback.trace.request import TraceRequest
@@ -114,10 +114,20 @@ class CopiedRun:
                 raise
             name = type(request.datamodule).__name__
             raise hook_error(f"{name} cannot be copied", error) from error
-        self._is_beside_on_host = {name: _is_left_on_host(it, step) for name, it in beside.items()}
-        #: Of what is there whether it runs or not: the addresses of its storages.
+        on_host = {name for name, it in beside.items() if not is_on_device(it)}
+        self._left_on_host = on_host if is_on_device(step.model) else set()
+        #: Of what is there whether it runs or not: where its storages lie, and their fakes.
         held = step.held()
-        self._held = {name: addresses(it) for name, it in beside.items() if name in held}
+        self._held = {
+            name: (addresses(it), list(owning_parts(self._beside[name])))
+            for name, it in beside.items()
+            if name in held
+        }
+        moving = {name: it for name, it in beside.items() if name not in self._left_on_host}
+        self._moving = Moving(
+            *([] if ranks else [(step.model, self._model)]),
+            *((it, self._beside[name]) for name, it in moving.items()),
+        )
         self._is_of_datamodule_on_host = {
             attribute: [mode.spec is not None and not is_on_device(one) for one in holders_in(part)]
             for attribute, part in self._parts_of_datamodule.items()
@@ -148,8 +158,7 @@ class CopiedRun:
             if one is not None and one.prepare is not None:
                 self._examples[one.stage] = one.prepare(self._model, self._examples[one.stage])
         if mode.spec:
-            if self._ranks is None and not is_on_device(request.step.model):
-                move(self._model)
+            self._moving.run()
             flatten_rnn_weights(self._model)
         if self._ranks is None:
             mode.is_recording = True
@@ -174,10 +183,10 @@ class CopiedRun:
                 name, tensors = attributes.popitem()
                 self.marks.add_beside(name, tensors, is_host=is_host)
         for name, it in self._beside.items():
-            is_host = self._is_beside_on_host[name]
+            is_host = name in self._left_on_host
             if name in self._held:
                 self.marks.add_beside(name, it, is_host=is_host)
-                mode.real_tensors.are_recorded(self._held[name], it, mode.ledger)
+                mode.real_tensors.are_recorded(*self._held[name], mode.ledger)
             else:
                 self.marks.add_when_it_runs(name, it, is_host=is_host)
         optimizers = self._optimizers()
@@ -389,8 +398,3 @@ class CopiedRun:
         self.marks.add_states(self._in_hooks)
         run_to_the_end(optimizers)
         return optimizers
-
-
-def _is_left_on_host(it: object, step: Step) -> bool:
-    """Whether something stays on the host: it is there, while the model is on a device."""
-    return is_on_device(step.model) and not is_on_device(it)

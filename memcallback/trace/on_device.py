@@ -1,4 +1,4 @@
-"""What is on the device, how it gets there, and what is to say so although it is a copy."""
+"""What is on the device, and what is to say so although its copy is on the host."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from memcallback.core.tensors import tensors_in, walk
-from memcallback.core.torch_private import storage_id
 from memcallback.step.copies.functions import contents_of
-from memcallback.step.copies.known import set_values, values_of
 from memcallback.trace.dispatch.mode import CUDA
 from memcallback.trace.marks import in_order_of_moving
 
@@ -34,43 +32,6 @@ def show_device(roots: Iterable[object]) -> None:
             for name, value in vars(module).items():
                 if isinstance(value, torch.device):
                     vars(module)[name] = CUDA
-
-
-def move(model: torch.nn.Module) -> None:
-    """Give each tensor of a copied model a storage of its own, as `nn.Module.to` does.
-
-    A buffer that several modules have becomes several; a parameter stays one.
-    """
-    known: set[int] = set()
-    storages: set[int] = set()
-    with torch.no_grad():
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if id(buffer) in known:
-                    setattr(module, name, _alike(buffer))
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if id(tensor) not in known and tensor.layout is torch.strided:
-                    _move(tensor, storages)
-                known.add(id(tensor))
-
-
-def _move(tensor: torch.Tensor, storages: set[int]) -> None:
-    """Give a tensor a storage as large as itself, if it has a part of one, or one of these."""
-    storage = tensor.untyped_storage()
-    if storage_id(storage) in storages or storage.nbytes() != tensor.nbytes:
-        values, alone = values_of(tensor), torch.empty_like(tensor)
-        tensor.set_(alone.untyped_storage(), 0, alone.size(), alone.stride())
-        if values is not None:
-            set_values(tensor, values)
-    storages.add(storage_id(tensor.untyped_storage()))
-
-
-def _alike(buffer: torch.Tensor) -> torch.Tensor:
-    """Another fake like a buffer, with the values that are known of it."""
-    other, values = torch.empty_like(buffer), values_of(buffer)
-    if values is not None:
-        set_values(other, values)
-    return other
 
 
 def _tensors_of(it: object) -> Iterator[torch.Tensor]:

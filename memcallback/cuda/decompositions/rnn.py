@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memcallback.core.tensors import lay
 from memcallback.core.torch_private import storage_id
 from memcallback.cuda.decompositions.layers import own_decomposition
 from memcallback.cuda.decompositions.packed_sequences import packed_kernels
@@ -49,9 +50,7 @@ def flatten_rnn_weights(model: nn.Module) -> None:
         with torch.no_grad():
             buffer = weights[0].new_empty(sum(weight.numel() for weight in weights))
             for weight, offset in zip(weights, _offsets(weights), strict=True):
-                weight.set_(
-                    buffer.untyped_storage(), offset, weight.size(), _contiguous_strides(weight)
-                )
+                lay(weight, buffer.untyped_storage(), offset, _contiguous_strides(weight))
 
 
 def rnn_kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:

@@ -29,10 +29,11 @@ def is_of_numbers(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
 
 def addresses(it: object) -> list[int]:
     """Where the storages of a module or of tensors in containers lie; 0 for one without data."""
-    return [part.untyped_storage().data_ptr() for part in _parts(it)]
+    return [part.untyped_storage().data_ptr() for part in owning_parts(it)]
 
 
-def _parts(it: object) -> Iterator[torch.Tensor]:
+def owning_parts(it: object) -> Iterator[torch.Tensor]:
+    """The tensors of a module or of containers that own storages."""
     return (part for tensor in all_tensors_of(it) for part in dense_parts(tensor))
 
 
@@ -46,9 +47,11 @@ class RealTensors:
         #: Of storages on a device that are in the ledger already, by the address of the real one.
         self._recorded: dict[int, Entry] = {}
 
-    def are_recorded(self, real: Sequence[int], fakes: object, ledger: Ledger) -> None:
+    def are_recorded(
+        self, real: Sequence[int], fakes: Sequence[torch.Tensor], ledger: Ledger
+    ) -> None:
         """Know that the storages at some addresses, of which there are fakes, are in the ledger."""
-        for address, part in zip(real, _parts(fakes), strict=True):
+        for address, part in zip(real, fakes, strict=True):
             if address and (entry := ledger.find(part)) is not None:
                 self._recorded[address] = entry
 
