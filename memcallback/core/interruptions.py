@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dis
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import unwrap
 from types import CodeType, TracebackType
 
 #: What a logger, or a user's code that we run besides the training, may raise to end a program.
@@ -68,10 +69,17 @@ def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
+#: As Python's C code has it: `signal.getsignal` itself makes an enumeration of each answer, for
+#: many times as long.
+_handler_of: Callable[[int], object] = unwrap(signal.getsignal)
+_NUMBERS = tuple(map(int, signal.valid_signals()))
+
+
 def _handlers() -> Iterator[CodeType]:
     """The code of the signal handlers that are written in Python."""
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
+    for handler in map(_handler_of, _NUMBERS):
+        if handler is None or isinstance(handler, int):  # of C, or none
+            continue
         while isinstance(handler, partial):
             handler = handler.func
         methods = (vars(kind).get("__call__") for kind in type(handler).__mro__)
