@@ -142,16 +142,23 @@ def items_of(obj: Any) -> list[Any] | None:
 def attributes(obj: object) -> dict[str, object]:
     """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
     values: dict[str, object] = {}
-    with PassOver():  # a class may make even its __dict__ a property
-        own = object.__getattribute__(obj, "__dict__")
-        if type(own) is dict:
-            values.update((name, value) for name, value in own.items() if type(name) is str)
     kind: type = type(obj)
+    if _has_dict(kind):
+        with PassOver():  # a class may make even its __dict__ a property
+            own = object.__getattribute__(obj, "__dict__")
+            if type(own) is dict:
+                values.update((name, value) for name, value in own.items() if type(name) is str)
     for name in _slots(kind):
         member: Any = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         with suppress(AttributeError):  # an empty slot
             values[name] = member.__get__(obj)
     return values
+
+
+@by_class
+def _has_dict(kind: type) -> bool:
+    """Whether objects of a class have a `__dict__`: most values of Python's own have none."""
+    return any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 @by_class
