@@ -125,8 +125,7 @@ class CopiedRun:
         }
         moving = {name: it for name, it in beside.items() if name not in self._left_on_host}
         self._moving = Moving(
-            *([] if ranks else [(step.model, self._model)]),
-            *((it, self._beside[name]) for name, it in moving.items()),
+            (step.model, self._model), *((it, self._beside[name]) for name, it in moving.items())
         )
         self._is_of_datamodule_on_host = {
             attribute: [mode.spec is not None and not is_on_device(one) for one in holders_in(part)]
@@ -158,7 +157,8 @@ class CopiedRun:
             if one is not None and one.prepare is not None:
                 self._examples[one.stage] = one.prepare(self._model, self._examples[one.stage])
         if mode.spec:
-            self._moving.run()
+            if self._ranks is None:
+                self._moving.run()
             flatten_rnn_weights(self._model)
         if self._ranks is None:
             mode.is_recording = True
@@ -186,7 +186,7 @@ class CopiedRun:
             is_host = name in self._left_on_host
             if name in self._held:
                 self.marks.add_beside(name, it, is_host=is_host)
-                mode.real_tensors.are_recorded(*self._held[name], mode.ledger)
+                mode.real_tensors.are_recorded(*self._held.pop(name), mode.ledger)
             else:
                 self.marks.add_when_it_runs(name, it, is_host=is_host)
         optimizers = self._optimizers()

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-from memcallback.core.tensors import dense_parts, lay, sparse_tensor
+from memcallback.core.tensors import (
+    dense_parts,
+    fake_with_values,
+    jagged_like,
+    known_values,
+    lay,
+    sparse_tensor,
+)
 from memcallback.core.torch_private import DisableTorchFunction, no_dispatch, storage_id
 from memcallback.step.copies.known import set_values, values_of
 from memcallback.trace.on_device import is_on_device
@@ -56,7 +64,8 @@ class Moving:
         is_parameter, is_known = isinstance(buffer, nn.Parameter), id(buffer) in self._known
         if is_parameter and is_known:
             return buffer
-        moved = _alike(buffer) if is_parameter or is_known else buffer
+        is_part = buffer.layout is not torch.strided and _is_part(buffer)
+        moved = _alike(buffer) if is_parameter or is_known or is_part else buffer
         self._known.add(id(moved))
         self._part(moved)
         return moved
@@ -74,11 +83,22 @@ class Moving:
         self._storages.add(storage_id(tensor.untyped_storage()))
 
 
+def _is_part(buffer: torch.Tensor) -> bool:
+    """Whether a sparse or jagged tensor has parts of larger storages."""
+    return any(one.untyped_storage().nbytes() != one.nbytes for one in dense_parts(buffer))
+
+
 def _alike(buffer: torch.Tensor) -> torch.Tensor:
     """Another fake like a buffer, with the values that are known of it."""
     if buffer.layout is torch.sparse_coo:
         indices, values = map(_alike, dense_parts(buffer))
         other = sparse_tensor(indices, values, buffer.shape, is_coalesced=buffer.is_coalesced())
+        return other.requires_grad_(buffer.requires_grad)
+    if buffer.layout is torch.jagged:
+        values, offsets = dense_parts(buffer)
+        ends: Any = fake_with_values(offsets, known_values(offsets) or ())
+        ends.nested_int_memo = offsets.nested_int_memo  # type: ignore[attr-defined]
+        other = jagged_like(buffer, _alike(values), ends)
         return other.requires_grad_(buffer.requires_grad)
     other, known = torch.empty_like(buffer), values_of(buffer)
     if known is not None:

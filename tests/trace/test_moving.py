@@ -142,6 +142,51 @@ def test_a_sparse_buffer_in_several_places_becomes_several():
     assert at_start(model)[mc.Category.BUFFER] == 2 * (2 * 4 * 8 + 4 * 4)
 
 
+def test_a_sparse_buffer_takes_what_it_has_of_a_larger_one():
+    places = torch.zeros(2, 1000, dtype=torch.long)
+    twice = torch.sparse_coo_tensor(places, torch.ones(1000), check_invariants=True)
+    assert at_start(Weighted(adjacency=twice.coalesce()))[mc.Category.BUFFER] == 2 * 8 + 4
+
+
+class Jagged(Weighted):
+    def forward(self, x):
+        return self.rows * super().forward(x)
+
+
+def test_a_jagged_buffer_in_several_places_keeps_the_same_lengths():
+    rows = [torch.zeros(5, 8), torch.zeros(70, 8)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    model = All([Jagged(rows=jagged), Jagged(rows=jagged)])
+    held = at_start(model, loss=lambda model, x: model(x).values().sum())
+    assert held[mc.Category.BUFFER] == 2 * (75 * 8 * 4 + 3 * 8)
+
+
+class Queue(Weighted):
+    def forward(self, x):
+        self.queue = torch.cat([x, self.queue[: -len(x)]])
+        return super().forward(x)
+
+
+def test_a_model_beside_lets_go_of_what_it_replaces():
+    def peak_bytes(**options):
+        return predicted(Weighted(), loss=loss, **options).peak_allocated_bytes
+
+    teacher = Queue(queue=torch.zeros(10_000, 50))
+
+    def loss(model, x):
+        return model(x) + teacher(x)
+
+    assert peak_bytes(also={"teacher": teacher}) == peak_bytes()
+
+
+def test_ranks_predict_a_teacher_that_has_a_module_of_the_model():
+    buffer = torch.zeros(1000)
+    model = All([Weighted(one=buffer, again=buffer), Weighted()])
+    teacher = All([model[0], Weighted()])
+    held = at_start(model, also={"teacher": teacher}, ranks=mc.Ranks(2, "fsdp2"))
+    assert held[mc.Category.BUFFER] >= 4000
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_parameter_that_is_a_buffer_elsewhere_stays_one_if_it_moves_first(is_first):
     parameter = nn.Parameter(torch.zeros(1000))
