@@ -1,5 +1,6 @@
 """Processes of a test's own, forked from one that has imported what they need and done no more:
-imports take longer than most of what they are for. Used by tests on CUDA devices.
+imports take longer than most of what they are for. Used by tests on CUDA devices, and by those that
+need a process in which nothing was compiled yet.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from functools import partial
 from typing import ClassVar
 
 import module_models
+import own_process
 import pytest
 import torch
 import training
@@ -141,52 +142,52 @@ def in_place(module):
     return module
 
 
-@pytest.fixture
-def nothing_else_is_freed():
-    """What other tests have left does not go while one of two recordings runs."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+MODELS = {
+    "layer": lambda: nn.Linear(64, 64),
+    "model": Curved,
+    "compiled in place": lambda: in_place(Curved()),
+}
+
+
+def first_of_two_models(name, *, marks_steps, watches):
+    """What is recorded of the model that is called first."""
+    features = torch.randn(4096, 64)
+    encoder, decoder = MODELS[name](), nn.Linear(64, 64)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    recorder = MemoryRecorder([encoder, decoder], optimizer, per_module=True)
+
+    def phase(phase):
+        return nullcontext() if watches else recorder.phase(phase)
+
+    with recorder.watch() if watches else nullcontext():
+        for _ in range(3):
+            with recorder.step(features) if marks_steps or not watches else nullcontext():
+                with phase(Phase.FORWARD):
+                    loss = decoder(encoder(features)).square().mean()
+                with phase(Phase.BACKWARD):
+                    loss.backward()
+                with phase(Phase.OPTIMIZER_STEP):
+                    optimizer.step()
+            optimizer.zero_grad()
+    return recorder.modules["0"]
+
+
+def first_by_hand_and_watched(name, marks_steps):
+    gc.disable()  # what is left from imports does not go while one of both runs
+    return [
+        first_of_two_models(name, marks_steps=marks_steps, watches=watches)
+        for watches in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("marks_steps", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: nn.Linear(64, 64), id="layer"),
-        pytest.param(Curved, id="model"),
-        pytest.param(lambda: in_place(Curved()), id="compiled in place"),
-    ],
-)
-def test_a_watch_sees_all_of_the_model_that_is_called_first(
-    make, marks_steps, nothing_else_is_freed
-):
-    features = torch.randn(4096, 64)
-
-    def modules(*, watches):
-        encoder, decoder = make(), nn.Linear(64, 64)
-        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
-        recorder = MemoryRecorder([encoder, decoder], optimizer, per_module=True)
-
-        def phase(phase):
-            return nullcontext() if watches else recorder.phase(phase)
-
-        with recorder.watch() if watches else nullcontext():
-            for _ in range(3):
-                with recorder.step(features) if marks_steps or not watches else nullcontext():
-                    with phase(Phase.FORWARD):
-                        loss = decoder(encoder(features)).square().mean()
-                    with phase(Phase.BACKWARD):
-                        loss.backward()
-                    with phase(Phase.OPTIMIZER_STEP):
-                        optimizer.step()
-                optimizer.zero_grad()
-        return recorder.modules["0"]
-
-    by_hand = modules(watches=False)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_watch_sees_all_of_the_model_that_is_called_first(name, marks_steps):
+    # In a process where nothing was compiled yet: beside compiled code, modules with hooks that
+    # stay, such as a watch's, are not shown.
+    by_hand, watched = own_process.result_of(first_by_hand_and_watched, name, marks_steps)
     assert None not in (by_hand.forward, by_hand.backward)
-    assert modules(watches=True) == by_hand
+    assert watched == by_hand
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
