@@ -1,4 +1,4 @@
-"""The files that `pytest --quick` leaves out: 10 s or more on two busy cores, 2026-11-28.
+"""The files that `pytest --quick` leaves out: 10 s or more on two busy cores, 2026-11-29.
 
 They start programs or processes of their own, train whole, or trace many steps. The slowest twenty
 of a run on 2026-11-28 come first, the slowest of all at the top: every run begins with them,
@@ -33,12 +33,16 @@ SLOW_FILES = (
     "benchmarks/test_accuracy_configs.py",
     "benchmarks/test_real_gpus.py",
     "commands/test_run.py",
+    "core/test_module_table.py",
+    "core/test_shown.py",
     "cuda/test_convolution_plans.py",
     "cuda/test_kernel_zoo.py",
+    "cuda/test_kernels.py",
     "devices/test_amd.py",
     "devices/test_profiled_programs.py",
     "devices/test_unknown_blocks.py",
     "diagnose/test_health_of_trainings.py",
+    "diagnose/test_out_of_memory.py",
     "docs/test_dashboard.py",
     "integrations/test_batch_hooks.py",
     "integrations/test_copies.py",
@@ -63,9 +67,11 @@ SLOW_FILES = (
     "prediction/test_progress.py",
     "prediction/test_ranks_predicted.py",
     "prediction/test_squared_batch.py",
+    "record/test_memory_log.py",
     "record/test_module_timeline.py",
     "record/test_observer.py",
     "record/test_ranks_exchanged.py",
+    "record/test_watch.py",
     "record/test_watch_unusual.py",
     "report/test_names.py",
     "report/test_plots.py",
@@ -74,6 +80,7 @@ SLOW_FILES = (
     "step/test_default_loss.py",
     "step/test_pipelines.py",
     "test_cli.py",
+    "test_docstrings.py",
     "test_missing_libraries.py",
     "trace/test_beside.py",
     "trace/test_cuda_graphs.py",
