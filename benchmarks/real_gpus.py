@@ -57,7 +57,7 @@ TRUST = (
 _FEW_SIZES = 3
 #: The day when PyTorch 2.9 came out; cases with a date do not say which version ran.
 PYTORCH_2_9 = "2025-10-15"
-#: Workspaces are the same in all versions before it that ran, and in all from it on.
+#: Such a case gets the workspaces of one of these.
 _BEFORE_2_9, _FROM_2_9 = (2, 8), (2, 11)
 #: The name of a card in a case -> the card.
 _CARDS = {
@@ -139,7 +139,7 @@ def card_of(case: dict[str, Any]) -> DeviceSpec:
 
 
 def torch_version_of(case: dict[str, Any]) -> tuple[int, int]:
-    """The PyTorch that ran, or one with the same workspaces."""
+    """The PyTorch that ran; where only the day is known, 2.8 before 2.9 came out, else 2.11."""
     if named := re.match(r"~?(\d+)\.(\d+)", case.get("torch", "")):
         return int(named[1]), int(named[2])
     return _FROM_2_9 if case.get("date", "") >= PYTORCH_2_9 else _BEFORE_2_9

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 import memcallback as mc
 
 ROWS = Path(__file__).parent / "fine_tuning.jsonl"
-#: Tokens in the longest batch: the length at which the run below needs what was measured.
+#: Tokens in the longest batch: with these the run below comes nearest to what was measured, 0.11 %
+#: too low. One token more is 0.98 % too high.
 LENGTH = 704
 CALIBRATED_BY = "peft-lora-rank32"
 #: What the allocator had reserved before the model was loaded, for a module with two numbers. The

@@ -286,7 +286,7 @@ def new_ragged_size() -> torch.SymInt:
 def lay(
     fake: torch.Tensor, storage: torch.UntypedStorage, offset: int, strides: Sequence[int]
 ) -> None:
-    """Let a fake lie in another storage. PyTorch's cache of fakes keeps one that `set_` is told."""
+    """Put a fake in another storage, past PyTorch's cache of calls, which would keep it."""
     with DisableTorchFunction(), no_dispatch(), torch.no_grad():
         fake.set_(storage, offset, fake.size(), strides)
 

@@ -96,7 +96,9 @@ def _alike(buffer: torch.Tensor) -> torch.Tensor:
         return other.requires_grad_(buffer.requires_grad)
     if buffer.layout is torch.jagged:
         values, offsets = dense_parts(buffer)
-        ends: Any = fake_with_values(offsets, known_values(offsets) or ())
+        numbers = known_values(offsets)
+        assert numbers is not None, "offsets of fakes are known"
+        ends: Any = fake_with_values(offsets, numbers)
         ends.nested_int_memo = offsets.nested_int_memo  # type: ignore[attr-defined]
         other = jagged_like(buffer, _alike(values), ends)
         return other.requires_grad_(buffer.requires_grad)

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import memcallback as mc
 
@@ -144,6 +145,14 @@ def test_every_run_of_an_image_model_names_its_card_and_one_that_is_left_out_its
         assert real_gpus.card_of(run).name == "NVIDIA L40S"
     left_out = {run["id"] for run in runs if image_fine_tuning.reason_left_out(run)}
     assert left_out == {"peft-image-gen-frod-default"}
+
+
+def test_many_updates_of_a_step_that_settles_reserve_what_one_does():
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 2000), torch.nn.Linear(2000, 1000))
+    step = mc.TrainingStep(model, torch.zeros(64, 1000), optimizer=torch.optim.Adam)
+    prediction = mc.predict(step, device="L40S", progress=lambda done, num_all: None)
+    reserved_bytes = image_fine_tuning.peak_reserved_bytes(prediction)
+    assert reserved_bytes == prediction.run_peak_reserved_bytes
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT, at what transformers has renamed

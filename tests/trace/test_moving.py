@@ -184,7 +184,7 @@ def test_ranks_predict_a_teacher_that_has_a_module_of_the_model():
     model = All([Weighted(one=buffer, again=buffer), Weighted()])
     teacher = All([model[0], Weighted()])
     held = at_start(model, also={"teacher": teacher}, ranks=mc.Ranks(2, "fsdp2"))
-    assert held[mc.Category.BUFFER] >= 4000
+    assert held[mc.Category.BUFFER] == 4000  # in a job of ranks it stays one
 
 
 @pytest.mark.parametrize("is_first", [True, False])
