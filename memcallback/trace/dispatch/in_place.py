@@ -79,6 +79,8 @@ class InPlace:
 
     def calibrate(self, key: Hashable) -> None:
         """Learn the reference counts of unshared tensors: once a key, as some are added here."""
+        # While compiled code runs, Python's calls hold their arguments once more.
+        key = (key, _references_in_a_call(object()))
         if key in _COUNTED:
             self._alone = _COUNTED[key]
             return
@@ -171,6 +173,11 @@ class InPlace:
             self._alone[is_sparse] = min(self._alone.get(is_sparse, counts), counts)
         alone = self._alone[is_sparse]
         return counts[0] <= alone[0] and counts[1] <= alone[1]
+
+
+def _references_in_a_call(argument: object) -> int:
+    """How many references there are to an argument that the caller holds no longer."""
+    return sys.getrefcount(argument)
 
 
 def _adds_gradients(node: Any) -> bool:
