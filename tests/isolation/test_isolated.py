@@ -160,7 +160,7 @@ def test_a_child_that_is_killed_is_an_error():
     with Isolated(lambda report: report(os.getpid()) or sleep()) as running:
         numbers = []
         while not numbers:
-            running.wait(10, numbers.append)
+            running.wait(0.1, numbers.append)
         os.kill(numbers[0], signal.SIGKILL)
         assert running.wait(60)
         with pytest.raises(PredictionError, match="was ended by SIGKILL"):
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_child_at_once(number):
     with Isolated(lambda report: report(os.getpid()) or sleep()) as running:
         numbers = []
         while not numbers:
-            running.wait(10, numbers.append)
+            running.wait(0.1, numbers.append)
         os.kill(numbers[0], number)
         assert running.wait(60)
 
@@ -206,7 +206,7 @@ def test_a_copy_in_another_process_does_not_end_it():
     with Isolated(lambda report: report(1) or sleep()) as running:
         got = []
         while not got:
-            running.wait(10, got.append)
+            running.wait(0.1, got.append)
         number = os.fork()
         if number == 0:
             running.close()

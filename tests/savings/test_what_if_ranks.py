@@ -6,6 +6,7 @@ import pytest
 import torch
 from needs import needs_ranks
 from torch import nn
+from tried_savings import only
 
 import memcallback as mc
 
@@ -22,7 +23,8 @@ def step():
 
 @pytest.fixture(scope="module")
 def rows():
-    plan = mc.what_if(step(), device="NVIDIA L4", ranks=WORLD_SIZE)
+    with only():
+        plan = mc.what_if(step(), device="NVIDIA L4", ranks=WORLD_SIZE)
     return {row.saving: row for row in plan.tried if row.kind == "ranks"}
 
 
@@ -39,7 +41,8 @@ def test_there_is_a_row_for_each_usual_way(rows):
 
 @needs_ranks
 def test_a_sequential_model_can_be_a_pipeline():
-    plan = mc.what_if(step(), device="NVIDIA L4", ranks=2)
+    with only():
+        plan = mc.what_if(step(), device="NVIDIA L4", ranks=2)
     row = next(row for row in plan.tried if row.saving.startswith("pipeline"))
     assert (row.saving, row.batch_size, row.problem) == ("pipeline on 2, n_microbatches=2", 8, "")
     jobs = [mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2) for rank in range(2)]
@@ -70,7 +73,9 @@ class OtherwiseInLargeBatches(nn.Linear):
 def test_what_fits_one_stage_alone_is_not_told_where_another_is_unknown():
     model = nn.Sequential(OtherwiseInLargeBatches(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     step = mc.TrainingStep(model, torch.zeros(16, WIDTH), optimizer=torch.optim.SGD)
-    plan = mc.what_if(step, device="NVIDIA L4", ranks=[mc.Ranks(2, "pipeline", n_microbatches=2)])
+    jobs = [mc.Ranks(2, "pipeline", n_microbatches=2)]
+    with only():
+        plan = mc.what_if(step, device="NVIDIA L4", ranks=jobs)
     (row,) = (row for row in plan.tried if row.kind == "ranks")
     assert not row.problem
     assert row.largest_batch_size is None
@@ -96,7 +101,8 @@ def test_of_a_pipeline_as_it_is_the_stage_that_needs_most_counts():
         of_ranks(mc.Ranks(2, "pipeline", rank=rank, n_microbatches=2, split=uneven))
         for rank in range(2)
     )
-    plan = mc.what_if(last, device="NVIDIA L4")
+    with only("bf16-mixed"):
+        plan = mc.what_if(last, device="NVIDIA L4")
     assert plan.current.peak_bytes == mc.predict(first, device="NVIDIA L4").peak_reserved_bytes
     assert plan.current.peak_bytes > mc.predict(last, device="NVIDIA L4").peak_reserved_bytes
     assert mixed(plan).extra_compute_pct == pytest.approx(0)
@@ -106,13 +112,17 @@ def test_of_a_pipeline_as_it_is_the_stage_that_needs_most_counts():
 def test_a_saving_of_ranks_that_share_a_batch_costs_what_it_costs_one_rank():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
-    step = of_ranks(mc.Ranks(4, "tensor_parallel", plan=plan))
-    assert mixed(mc.what_if(step, device="NVIDIA L4")).extra_compute_pct == pytest.approx(0)
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+    step = of_ranks(mc.Ranks(4, "tensor_parallel", plan=styles))
+    with only("bf16-mixed"):
+        plan = mc.what_if(step, device="NVIDIA L4")
+    assert mixed(plan).extra_compute_pct == pytest.approx(0)
 
 
 def test_a_batch_that_cannot_be_cut_into_microbatches_is_told():
-    plan = mc.what_if(step(), device="NVIDIA L4", ranks=[mc.Ranks(2, "pipeline", n_microbatches=3)])
+    jobs = [mc.Ranks(2, "pipeline", n_microbatches=3)]
+    with only():
+        plan = mc.what_if(step(), device="NVIDIA L4", ranks=jobs)
     (row,) = (row for row in plan.tried if row.kind == "ranks")
     assert row.problem == "a batch of 16 cannot be cut into 3 parts of one size"
 
@@ -139,7 +149,8 @@ def test_a_model_that_says_how_has_tensor_parallel_layers():
         tokens,
         loss=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False).loss,
     )
-    plan = mc.what_if(step, device="NVIDIA L4", ranks=2)
+    with only():
+        plan = mc.what_if(step, device="NVIDIA L4", ranks=2)
     rows = {row.saving: row for row in plan.tried if row.kind == "ranks"}
     row = rows["tensor_parallel on 2"]
     assert not row.problem
@@ -188,7 +199,8 @@ def test_what_is_sent_is_that_of_rings(rows, saving, sent):
 @needs_ranks
 def test_jobs_of_ones_own_are_tried_too():
     jobs = [mc.Ranks(2, bucket_cap_mb=1), mc.Ranks(16, "fsdp2")]
-    plan = mc.what_if(step(), device="24GiB", ranks=jobs)
+    with only():
+        plan = mc.what_if(step(), device="24GiB", ranks=jobs)
     ddp, fsdp2 = (row for row in plan.tried if row.kind == "ranks")
     assert (ddp.saving, fsdp2.saving) == ("ddp on 2, bucket_cap_mb=1", "fsdp2 on 16")
     assert fsdp2.line == "memcallback.Ranks(16, 'fsdp2').parallelize(model, 'cuda')"
@@ -199,7 +211,8 @@ def test_jobs_of_ones_own_are_tried_too():
 
 
 def test_on_one_device_nothing_is_sent_and_no_column_says_so():
-    plan = mc.what_if(step(), device="24GiB")
+    with only("bf16-mixed"):
+        plan = mc.what_if(step(), device="24GiB")
     assert "sent" not in plan.to_table().columns
 
 
