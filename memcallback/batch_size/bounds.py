@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from memcallback.core.interruptions import raise_if_meant
 from memcallback.core.validation import DEFAULT_MULTIPLE, whole_number
+from memcallback.prediction.search import largest_up_to
+
+#: How many multiples below the most that fit are all tried, and then how many sizes.
+_NUM_NEAREST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +88,22 @@ class BatchSizeBounds:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def within(self, num_samples: int, fits: Callable[[int], bool] = lambda _: True) -> int:
-        """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none."""
+        """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none.
+
+        `num_samples` fits. Of the sizes below it the nearest are all tried, the others as in
+        `largest_up_to`: only even sizes may need far more memory, for another kernel.
+        """
         most = num_samples if self.most is None else min(num_samples, self.most)
-        sizes = chain(
-            range(most - most % self.multiple_of, 0, -self.multiple_of), range(most, 0, -1)
-        )
-        return next((size for size in sizes if size == num_samples or fits(size)), 0)
+        for unit in (self.multiple_of, 1):
+
+            def holds(number: int, unit: int = unit) -> bool:
+                return number * unit == num_samples or fits(number * unit)
+
+            near, far = most // unit, most // unit - _NUM_NEAREST
+            nearest = next((number for number in range(near, max(0, far), -1) if holds(number)), 0)
+            if number := nearest or largest_up_to(far, holds):
+                return number * unit
+        return 0
 
 
 DEFAULT_BOUNDS = BatchSizeBounds()

@@ -308,6 +308,17 @@ def test_a_size_is_the_largest_multiple_that_fits_else_the_largest_that_fits():
     assert limited.within(20, lambda size: size == 6) == 6
 
 
+def test_where_no_multiple_nearby_fits_a_few_sizes_are_tried():
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size < 1_000_000 or size % 8 != 0
+
+    assert BatchSizeBounds(multiple_of=8).within(50_000_001, fits) == 999_992
+    assert len(tried) < 150
+
+
 def test_a_loader_bounds_by_its_dataset_and_one_of_unknown_length_by_nothing():
     for loader in (
         DataLoader(range(12), batch_size=3),
