@@ -147,7 +147,7 @@ def attributes(obj: object) -> dict[str, object]:
         with PassOver():  # a class may make even its __dict__ a property
             own = object.__getattribute__(obj, "__dict__")
             if type(own) is dict:
-                values.update((name, value) for name, value in own.items() if type(name) is str)
+                values = {name: value for name, value in own.items() if type(name) is str}
     for name in _slots(kind):
         member: Any = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         with suppress(AttributeError):  # an empty slot

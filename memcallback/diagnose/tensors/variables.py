@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from memcallback.core.by_class import by_class
 from memcallback.core.code_lines import is_library
 from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import attributes
@@ -188,11 +190,12 @@ def _below(
         if issubclass(type(obj), torch.Tensor):
             yield path, obj  # type: ignore[misc]
             continue
-        if depth == _MAX_DEPTH or _is_leaf(obj):
+        read = _reader_of(type(obj))
+        if depth == _MAX_DEPTH or read is None:
             continue
-        for attribute, child in _children(obj):
+        for attribute, child in read(obj):
             number = id(child)
-            if _is_leaf(child) or depth_of.get(number, _MAX_DEPTH + 1) <= depth + 1:
+            if depth_of.get(number, _MAX_DEPTH + 1) <= depth + 1 or not _reader_of(type(child)):
                 continue
             if number not in depth_of and len(depth_of) >= limit:
                 # Leave the rest to other roots that reach it.
@@ -205,19 +208,27 @@ def _below(
             pending.append((f"{path}.{attribute}" if attribute else path, child, depth + 1))
 
 
-def _is_leaf(obj: object) -> bool:
-    return issubclass(type(obj), (*_LEAVES, *_SEARCHED_APART))
+_Read = Callable[[Any], Iterable[tuple[str, object]]]
 
 
-def _children(obj: object) -> list[tuple[str, object]]:
-    """The items of a container, with empty names, or the attributes of an object."""
-    # The base class reads the items, whatever a subclass does.
-    container_obj: Any = obj
+@by_class
+def _reader_of(kind: type) -> _Read | None:
+    """What reads the objects that one of a class holds; None for one that is not searched."""
+    if issubclass(kind, (*_LEAVES, *_SEARCHED_APART)):
+        return None
     for container in (list, tuple, set, frozenset, deque):
-        if issubclass(type(obj), container):
-            return [
-                ("", child) for child in islice(container.__iter__(container_obj), _MAX_OBJECTS)
-            ]
-    if issubclass(type(obj), dict):
-        return [("", child) for child in islice(dict.values(container_obj), _MAX_OBJECTS)]
-    return list(attributes(obj).items())
+        if issubclass(kind, container):
+            return partial(_items, container.__iter__)
+    return partial(_items, dict.values) if issubclass(kind, dict) else _attributes
+
+
+def _items(read: Callable[[Any], Iterable[object]], obj: object) -> list[tuple[str, object]]:
+    """The items of a container, with empty names.
+
+    Its base class reads them, whatever a subclass does.
+    """
+    return [("", child) for child in islice(read(obj), _MAX_OBJECTS)]
+
+
+def _attributes(obj: object) -> Iterable[tuple[str, object]]:
+    return attributes(obj).items()
