@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from memcallback.core.code_lines import is_library
 
+_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
+
 
 def users_modules(kinds: Iterable[type]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield file name and variables of the user's modules that a training with such classes is of.
@@ -74,7 +76,9 @@ def _function_of(member: Any) -> FunctionType | None:
 
 def _imported_by(code: CodeType, package: str) -> Iterator[str]:
     """What a function and those inside of it import; some are names in modules instead."""
-    instructions = list(dis.get_instructions(code))
+    # To disassemble takes long, and most functions import nothing.
+    imports = _IMPORT_NAME in code.co_code[::2]
+    instructions = list(dis.get_instructions(code)) if imports else []
     for position, instruction in enumerate(instructions):
         if instruction.opname == "IMPORT_NAME":
             level, names = (each.argval for each in instructions[position - 2 : position])
