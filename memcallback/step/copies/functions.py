@@ -214,16 +214,16 @@ def _attributes_of_objects(values: Iterable[object]) -> Iterator[dict[str, Any]]
     """The attributes of the user's own objects that functions and other objects lead to."""
 
     def held(value: object) -> list[Any] | None:
-        own, inner = _own_attributes(value), contents_of(value)
+        own, inner = own_attributes(value), contents_of(value)
         return inner if own is None else [*(inner or ()), *own.values()]
 
     for value in islice(walk(values, held), _MAX_OBJECTS):
-        own = _own_attributes(value)
+        own = own_attributes(value)
         if own is not None:
             yield own
 
 
-def _own_attributes(value: object) -> dict[str, Any] | None:
+def own_attributes(value: object) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's own classes; None for any other.
 
     Of modules, optimizers and tensors a trace makes copies.
