@@ -20,6 +20,9 @@ needs_compilation = pytest.mark.skipif(
     _VERSION < (2, 11) or not hasattr(os, "fork"),
     reason="compiled code is predicted with PyTorch 2.11 or later, in a forked process",
 )
+needs_global_hooks = pytest.mark.skipif(
+    _VERSION < (2, 11), reason="PyTorch 2.6 compiles modules without asking for global hooks"
+)
 needs_recorded_version = pytest.mark.skipif(_VERSION < (2, 11), reason="recorded with PyTorch 2.11")
 needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),

@@ -147,7 +147,8 @@ def attributes(obj: object) -> dict[str, object]:
         with PassOver():  # a class may make even its __dict__ a property
             own = object.__getattribute__(obj, "__dict__")
             if type(own) is dict:
-                values = {name: value for name, value in own.items() if type(name) is str}
+                # Another thread may change it meanwhile; a copy is made at once.
+                values = {name: value for name, value in own.copy().items() if type(name) is str}
     for name in _slots(kind):
         member: Any = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         with suppress(AttributeError):  # an empty slot

@@ -146,7 +146,8 @@ class Traces:
         if self._progress is not None and not self.num_done:
             self._progress(0, self.num_traces)
         # In another process nothing runs beside the trace.
-        with quietly(), untouched_program() if is_in_child() else nullcontext():
+        functions = self._step.functions
+        with quietly(), untouched_program(functions) if is_in_child() else nullcontext():
             traced: TracedStep = self._tracer.trace(
                 self._tracer.TraceRequest(
                     step=self._step,

@@ -8,7 +8,6 @@ from pathlib import Path
 import _pytest
 import pytest
 
-from memcallback.diagnose.health import leaks
 from memcallback.diagnose.tensors import diff, others, variables
 
 _PYTEST = str(Path(_pytest.__file__).parent)
@@ -22,5 +21,5 @@ def _stack_of_the_test(frame):
 
 @pytest.fixture(autouse=True)
 def without_the_frames_of_pytest(monkeypatch):
-    for module in (diff, leaks, others):
+    for module in (diff, others):
         monkeypatch.setattr(module, "stack", _stack_of_the_test)

@@ -47,6 +47,30 @@ def test_another_batch_size_than_the_batchs_own_may_be_asked_for():
     assert at_once.step == mc.predict(make_step(), device="24GiB").at(40).step
 
 
+class AgainstTheLast:
+    """A loss that keeps a tensor of each batch for the next one."""
+
+    last = None
+
+    def __call__(self, model, batch):
+        output, last = model(batch), self.last
+        self.last = output.detach()
+        return (output if last is None else output - last).square().mean()
+
+
+def test_what_a_loss_keeps_of_one_batch_size_is_not_there_at_another(monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+
+    def predicted(num_samples):
+        model, batch = nn.Linear(64, 64), torch.zeros(num_samples, 64)
+        step = TrainingStep(model, batch, loss=AgainstTheLast(), optimizer=torch.optim.SGD)
+        found = mc.predict(step, device="24GiB")
+        assert step.losses[0].last is None
+        return found
+
+    assert predicted(32).at(80).step.windows == predicted(80).step.windows
+
+
 def test_who_waits_is_told_after_each_trace_but_the_last():
     told = []
     mc.predict(make_step(), device="L4", progress=lambda *numbers: told.append(numbers))
@@ -79,31 +103,6 @@ def test_training_step_is_called_for_two_updates_at_three_batch_sizes(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-class AgainstTheLast:
-    """A loss that keeps a tensor of each batch for the next one."""
-
-    last = None
-
-    def __call__(self, model, batch):
-        output, last = model(batch), self.last
-        self.last = output.detach()
-        return (output if last is None else output - last).square().mean()
-
-
-@pytest.mark.parametrize("isolate", [True, False])
-def test_what_a_loss_keeps_of_one_batch_size_is_not_there_at_another(isolate, monkeypatch):
-    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
-
-    def predicted(num_samples):
-        model, batch = nn.Linear(64, 64), torch.zeros(num_samples, 64)
-        step = TrainingStep(model, batch, loss=AgainstTheLast(), optimizer=torch.optim.SGD)
-        found = mc.predict(step, device="24GiB", isolate=isolate)
-        assert step.losses[0].last is None
-        return found
-
-    assert predicted(32).at(80).step.windows == predicted(80).step.windows
-
-
 def test_without_a_device_here_one_has_to_be_named():
     with pytest.raises(
         ValueError,

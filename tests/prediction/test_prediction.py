@@ -5,6 +5,7 @@ import torch
 from hand_made import SAMPLE_BYTES, WEIGHT_BYTES, batch_trace, prediction, traced_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_ranks
 from torch import nn
 
 from memcallback import Ranks, TrainingStep, predict
@@ -171,6 +172,7 @@ def test_another_device_may_be_given_as_a_person_would_write_it():
         predicted.on("rtx 9090")
 
 
+@needs_ranks
 def test_on_another_card_a_job_still_needs_the_memory_of_its_communication():
     step = TrainingStep(nn.Linear(512, 512), torch.zeros(8, 512), ranks=Ranks(2))
     there = predict(step, device="NVIDIA A100-SXM4-40GB")

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import pytest
 import torch
@@ -125,44 +125,6 @@ def test_what_hooks_and_losses_write_to_is_as_it_was(mode):
         assert isinstance(last, FakeTensor)
         assert len(kept) == counts["calls"] == 2
     assert (kept, last, counts) == (["before"], None, {"calls": 1})
-
-
-class Remembers:
-    """A loss with attributes of its own, one of them an object with attributes."""
-
-    last = None
-
-    def __init__(self):
-        self.history, self.counter = [1.0], SimpleNamespace(calls=0)
-
-    def __call__(self, model, batch):
-        self.last = model(batch)
-        self.new = True
-        self.history.append(self.last.sum())
-        self.counter.calls += 1
-
-    method = __call__
-
-
-@pytest.mark.parametrize("how", ["object", "method", "closure", "attribute of a function"])
-def test_what_objects_keep_is_as_it_was(mode, how):
-    model, remembers = nn.Linear(3, 4), Remembers()
-
-    def calls(model, batch):
-        remembers(model, batch)
-
-    def keeps(model, batch):
-        keeps.last = remembers(model, batch)
-
-    loss = {"object": remembers, "method": remembers.method, "closure": calls}.get(how, keeps)
-    before = vars(remembers)
-    with untouched_variables(model, [loss]):
-        loss(model, torch.zeros(2, 3))
-        assert remembers.counter.calls == len(remembers.history) - 1 == 1
-        assert remembers.last is not None
-    assert vars(remembers) is before
-    assert before == {"history": [1.0], "counter": SimpleNamespace(calls=0)}
-    assert not vars(keeps)
 
 
 def test_a_batch_with_functions_is_resized(mode):

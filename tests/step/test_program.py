@@ -3,13 +3,10 @@
 import builtins
 import importlib
 import sys
-from types import SimpleNamespace
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import memcallback as mc
 from memcallback.step.copies.program import untouched_program
 
 #: So much data in a variable before the one that a step changes.
@@ -27,50 +24,6 @@ def test_names_of_python_stay_and_variables_come_back():
         SEEN["more"] = 1
     assert SEEN == {"steps": 0}
     assert set(vars(builtins)) == names
-
-
-class Store:
-    """Keeps what a forward pass leaves for the next one."""
-
-    last = None
-
-    def __init__(self):
-        self.history, self.nested = ["before"], {"inner": SimpleNamespace(count=0)}
-
-
-STORE = Store()
-
-
-def test_attributes_of_global_objects_come_back():
-    before = vars(STORE)
-    with untouched_program():
-        STORE.last = torch.ones(2)
-        STORE.history.append(STORE.last)
-        STORE.nested["inner"].count += 1
-    assert vars(STORE) is before
-    assert before == {"history": ["before"], "nested": {"inner": SimpleNamespace(count=0)}}
-
-
-class AddsTheLast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x):
-        x, last = self.layer(x), STORE.last
-        STORE.last = x.detach()
-        return x if last is None else x + last
-
-
-def test_a_model_that_keeps_tensors_in_a_global_object_is_predicted_at_any_size(monkeypatch):
-    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
-
-    def predicted(num_samples):
-        step = mc.TrainingStep(AddsTheLast(), torch.zeros(num_samples, 64))
-        return mc.predict(step, device="24GiB")
-
-    assert predicted(32).at(80).step.windows == predicted(80).step.windows
-    assert STORE.last is None
 
 
 IMPORTED = []

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from needs import needs_ranks
 from torch import nn
 
 import memcallback as mc
@@ -179,6 +180,7 @@ def test_a_model_beside_lets_go_of_what_it_replaces():
     assert peak_bytes(also={"teacher": teacher}) == peak_bytes()
 
 
+@needs_ranks
 def test_ranks_predict_a_teacher_that_has_a_module_of_the_model():
     buffer = torch.zeros(1000)
     model = All([Weighted(one=buffer, again=buffer), Weighted()])

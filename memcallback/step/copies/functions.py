@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from memcallback.core.code_lines import is_library
-from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import attributes, items_of, walk
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000
-#: How far objects are followed for what functions write to.
-_MAX_OBJECTS = 100_000
 #: Containers whose contents are restored.
 _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
 
@@ -181,19 +175,15 @@ def fresh(value: Any) -> Any:
 
 @contextmanager
 def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterator[None]:
-    """Restore what functions write to: closure variables, attributes of objects, containers."""
-    functions = list(functions)
+    """Restore closure variables, and containers in variables, that functions write to."""
     all_functions = functions_of(model.modules(), functions)
     cells = {id(cell): cell for function in all_functions for cell in function.__closure__ or ()}
     contents = {key: cell_contents(cell) for key, cell in cells.items()}
-    spaces = {id(function.__globals__) for function in all_functions}
-    written = [value for function in all_functions for value in outer_variables(function)]
-    for own in _attributes_of_objects([*functions, *written]):
-        written += [own, *own.values()]
     containers = {
         id(value): (value, copy.copy(value))
-        for value in written
-        if type(value) in _WRITABLE and id(value) not in spaces
+        for function in all_functions
+        for value in outer_variables(function)
+        if type(value) in _WRITABLE and value is not function.__globals__
     }
     try:
         yield
@@ -208,38 +198,6 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
                 (container.extend if isinstance(container, (list, deque)) else container.update)(
                     before
                 )
-
-
-def _attributes_of_objects(values: Iterable[object]) -> Iterator[dict[str, Any]]:
-    """The attributes of the user's own objects that functions and other objects lead to."""
-
-    def held(value: object) -> list[Any] | None:
-        own, inner = own_attributes(value), contents_of(value)
-        return inner if own is None else [*(inner or ()), *own.values()]
-
-    for value in islice(walk(values, held), _MAX_OBJECTS):
-        own = own_attributes(value)
-        if own is not None:
-            yield own
-
-
-def own_attributes(value: object) -> dict[str, Any] | None:
-    """The `__dict__` of an object of the user's own classes; None for any other.
-
-    Of modules, optimizers and tensors a trace makes copies.
-    """
-    kind = type(value)
-    if not kind.__dictoffset__:
-        return None
-    if isinstance(value, (type, ModuleType, nn.Module, torch.optim.Optimizer, torch.Tensor)):
-        return None
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if file is not None and kind is not SimpleNamespace and is_library(file):
-        return None
-    own = None
-    with PassOver():  # a class may have made it a property
-        own = object.__getattribute__(value, "__dict__")
-    return own if type(own) is dict else None
 
 
 def _is_same(container: Any, other: Any) -> bool:

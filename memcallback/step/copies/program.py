@@ -15,9 +15,9 @@ from typing import Any
 from memcallback.core.code_lines import is_framework, is_library
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import FakeTensor
-from memcallback.step.copies.functions import own_attributes
+from memcallback.step.copies.own_objects import untouched_objects
 
-#: Of containers of one's own classes only the attributes: their methods may do anything.
+#: Kinds of one's own restore themselves, or not: their methods may do anything.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: A variable with more in it holds data rather than what a step keeps.
 _MAX_ITEMS = 10_000
@@ -30,10 +30,11 @@ _Restore = Callable[[], object]
 
 
 @contextmanager
-def untouched_program() -> Iterator[None]:
+def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
     """Restore global variables, class attributes and caches of the user's files at the end.
 
-    Of libraries only the caches in global variables. So each trace of a step finds the caches and
+    And objects that these variables and some functions lead to, if they keep fakes. Of libraries
+    only the caches in global variables. So each trace of a step finds the caches and
     counters that the training will find, and no fakes of another trace. For a process without other
     threads, which may be changing the same variables.
     """
@@ -53,8 +54,12 @@ def untouched_program() -> Iterator[None]:
         if is_library(file) and not is_framework(file)
         for restore in _of_caches(module, seen)
     ]
+    variables = [
+        value for module, file in modules if not is_library(file) for value in vars(module).values()
+    ]
     try:
-        yield
+        with untouched_objects([*functions, *variables]):
+            yield
     finally:
         # What they have registered as they were imported is put back as well.
         for module, file in _with_files(set(sys.modules) - known):
@@ -124,10 +129,10 @@ def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore
     for value in before.values():
         if isinstance(value, _LRU_CACHE):
             yield _of_cache(value)
+        elif type(value) in _CONTAINERS:
+            yield from _of_container(value, seen, len(seen) + _MAX_CONTAINERS)
         elif isinstance(value, type) and value.__module__ == _name_of(owner):
             yield from _of_namespace(value, seen)
-        elif (container := _container_of(value)) is not None:
-            yield from _of_container(container, seen, len(seen) + _MAX_CONTAINERS)
 
 
 def _name_of(owner: ModuleType | type) -> str | None:
@@ -146,11 +151,6 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
                 setattr(owner, name, value)
 
 
-def _container_of(value: object) -> Any:
-    """A container, or the attributes of an object of the user's own classes; else None."""
-    return value if type(value) in _CONTAINERS else own_attributes(value)
-
-
 def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Restore]:
     """Restore a container and those in it, each once."""
     if id(container) in seen or len(container) > _MAX_ITEMS or len(seen) >= max_seen:
@@ -164,8 +164,8 @@ def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Re
 
     yield restore
     for value in list(before.values()) if isinstance(before, dict) else list(before):
-        if (inner := _container_of(value)) is not None:
-            yield from _of_container(inner, seen, max_seen)
+        if type(value) in _CONTAINERS:
+            yield from _of_container(value, seen, max_seen)
 
 
 def _of_cache(cache: Any) -> _Restore:
