@@ -146,7 +146,7 @@ class Traces:
         if self._progress is not None and not self.num_done:
             self._progress(0, self.num_traces)
         # In another process nothing runs beside the trace.
-        functions = self._step.functions
+        functions = self._step.functions_to_copy()
         with quietly(), untouched_program(functions) if is_in_child() else nullcontext():
             traced: TracedStep = self._tracer.trace(
                 self._tracer.TraceRequest(

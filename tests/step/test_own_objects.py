@@ -1,6 +1,7 @@
 """What the user's own objects keep of a trace is put back, and nothing else of them."""
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,81 @@ def test_an_object_that_keeps_fakes_is_as_it_was(how):
         assert remembers.counter.calls == len(remembers.history) - 1 == 1
     assert vars(remembers) is before
     assert before == {"history": [1.0], "counter": SimpleNamespace(calls=0, last=None)}
+
+
+def keeps_in_a_default():
+    state = SimpleNamespace(last=None)
+
+    def loss(output, state=state):
+        state.last = output
+
+    return loss, lambda: state.last
+
+
+def keeps_in_a_partial():
+    state = SimpleNamespace(last=None)
+    loss = partial(lambda state, output: setattr(state, "last", output), state)
+    return loss, lambda: state.last
+
+
+def keeps_in_an_attribute_of_the_function():
+    def loss(output):
+        loss.last = output
+
+    return loss, lambda: getattr(loss, "last", None)
+
+
+def keeps_in_a_nested_list():
+    state = SimpleNamespace(history={"train": []})
+    return lambda output: state.history["train"].append(
+        output
+    ), lambda: state.history["train"] or None
+
+
+def keeps_in_a_module():
+    state = SimpleNamespace(model=None)
+
+    def loss(output):
+        state.model = nn.Sequential(nn.Identity())
+        state.model[0].register_buffer("last", output)
+
+    return loss, lambda: state.model
+
+
+def keeps_behind_much_data():
+    state = SimpleNamespace(
+        table=[list(range(number, number + 100)) for number in range(0, 6000, 100)],
+        rows=[(number, 0.0, 0.0, 0.0) for number in range(2500)],
+        inner=SimpleNamespace(last=None),
+    )
+
+    def loss(output):
+        state.inner.last = output
+        state.rows.append((0, output))
+
+    def kept():
+        return None if state.inner.last is None and len(state.rows) == 2500 else state
+
+    return loss, kept
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        keeps_in_a_default,
+        keeps_in_a_partial,
+        keeps_in_an_attribute_of_the_function,
+        keeps_in_a_nested_list,
+        keeps_in_a_module,
+        keeps_behind_much_data,
+    ],
+)
+def test_what_a_function_keeps_anywhere_is_put_back(make):
+    loss, kept = make()
+    with untouched_program([loss]):
+        loss(FakeTensorMode().from_tensor(torch.ones(2)))
+        assert kept() is not None
+    assert kept() is None
 
 
 def test_what_a_program_does_once_and_notes_is_not_done_again():

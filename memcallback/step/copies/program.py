@@ -58,7 +58,7 @@ def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
         value for module, file in modules if not is_library(file) for value in vars(module).values()
     ]
     try:
-        with untouched_objects([*functions, *variables]):
+        with untouched_objects(functions, variables):
             yield
     finally:
         # What they have registered as they were imported is put back as well.
@@ -90,7 +90,7 @@ def _of_caches(module: ModuleType, seen: set[int]) -> Iterator[_Restore]:
     Other entries stay: what they stand for, such as an operator that is registered, stays too.
     """
     for value in vars(module).values():
-        if isinstance(value, _LRU_CACHE):
+        if issubclass(type(value), _LRU_CACHE):
             yield partial(_clear_of_fakes, value, value.cache_info().misses)
         elif type(value) is dict and len(value) <= _MAX_CACHED and id(value) not in seen:
             seen.add(id(value))
@@ -127,11 +127,11 @@ def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
     for value in before.values():
-        if isinstance(value, _LRU_CACHE):
+        if issubclass(type(value), _LRU_CACHE):
             yield _of_cache(value)
         elif type(value) in _CONTAINERS:
             yield from _of_container(value, seen, len(seen) + _MAX_CONTAINERS)
-        elif isinstance(value, type) and value.__module__ == _name_of(owner):
+        elif issubclass(type(value), type) and value.__module__ == _name_of(owner):
             yield from _of_namespace(value, seen)
 
 
