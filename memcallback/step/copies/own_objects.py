@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,9 +49,11 @@ def untouched_objects(functions: Iterable[object], values: Iterable[object]) -> 
     try:
         yield
     finally:
+        # Objects can share containers, so each is compared once.
+        changed = {number for number, pair in copies.items() if not _is_same(*pair)}
         for pairs in known:
             with PassOver():  # an object that cannot be read stays as it is
-                _restore_if_fake(pairs)
+                _restore_if_fake([pair for pair in pairs if id(pair[0]) in changed])
 
 
 def _copied(own: dict[str, Any], copies: dict[int, _Pair]) -> Iterator[_Pair]:
@@ -69,9 +72,8 @@ def _copied(own: dict[str, Any], copies: dict[int, _Pair]) -> Iterator[_Pair]:
             pending += [item for item in _items(container) if _is_container(type(item))]
 
 
-def _restore_if_fake(pairs: list[_Pair]) -> None:
+def _restore_if_fake(changed: list[_Pair]) -> None:
     """Put containers back if a fake tensor is among what is new in one of them."""
-    changed = [pair for pair in pairs if not _is_same(*pair)]
     new = []
     for container, before in changed:
         known = set(map(id, _items(before)))
@@ -95,11 +97,13 @@ def _items(container: Any) -> list[Any]:
 
 def _is_same(container: Any, other: Any) -> bool:
     """Whether two containers hold the same objects, by the same names."""
-    if len(container) != len(other):
-        return False
-    if isinstance(container, dict):
-        return all(other.get(name, _ABSENT) is item for name, item in container.copy().items())
-    return all(one is another for one, another in zip(container, other, strict=True))
+    with PassOver():  # names may be of a class that cannot be compared
+        if len(container) != len(other):
+            return False
+        if isinstance(container, dict):
+            return all(other.get(name, _ABSENT) is item for name, item in container.copy().items())
+        return all(map(is_, container, other))
+    return True
 
 
 def _objects(roots: Iterable[object]) -> Iterator[dict[str, Any]]:
