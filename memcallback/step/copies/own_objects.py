@@ -26,7 +26,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: A container with more in it holds data, and no objects that keep what a step makes.
 _MAX_HELD = 100
 _MAX_ITEMS = 10_000
-_MAX_OBJECTS = 5_000
+_MAX_OBJECTS = 20_000
 #: A trace makes copies of what modules and optimizers keep.
 _NOT_OWN = (type, ModuleType, FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _ABSENT = object()
@@ -45,7 +45,9 @@ def untouched_objects(functions: Iterable[object], values: Iterable[object]) -> 
     functions = list(functions)
     copies: dict[int, _Pair] = {}
     namespaces = [vars(function) for function in functions if type(function) is FunctionType]
-    known = [[*_copied(own, copies)] for own in (*namespaces, *_objects([*functions, *values]))]
+    # What a global function refers to is among the global variables itself.
+    held = [value for value in values if type(value) is not FunctionType]
+    known = [[*_copied(own, copies)] for own in (*namespaces, *_objects([*functions, *held]))]
     try:
         yield
     finally:
