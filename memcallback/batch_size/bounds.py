@@ -91,7 +91,7 @@ class BatchSizeBounds:
         """The largest batch size up to `num_samples` that keeps the bounds and fits; 0 if none.
 
         `num_samples` fits. Of the sizes below it the nearest are all tried, the others as in
-        `largest_up_to`: only even sizes may need far more memory, for another kernel.
+        `largest_up_to`: all multiples of a number may need far more than the sizes beside them.
         """
         most = num_samples if self.most is None else min(num_samples, self.most)
         for unit in (self.multiple_of, 1):
