@@ -16,7 +16,7 @@ def by_class(function: Callable[[type], T]) -> Callable[[type], T]:
     `functools.cache` would keep the class too, and a class that a function makes can hold a whole
     model, in a closure. The value must not refer to the class.
     """
-    # By a class's identity: a `WeakKeyDictionary` takes ten times as long to look one up.
+    # By a class's identity: a `WeakKeyDictionary` runs Python code for each look-up.
     values: dict[int, tuple[T, ref[type]]] = {}
 
     @wraps(function)

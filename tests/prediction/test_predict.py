@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from keeping_loss import AgainstTheLast
 from small_cards import card_of
 from torch import nn
 
@@ -45,17 +46,6 @@ def test_another_batch_size_than_the_batchs_own_may_be_asked_for():
     at_once = mc.predict(make_step(), device="24GiB", batch_size=40)
     assert at_once.batch_size == 40
     assert at_once.step == mc.predict(make_step(), device="24GiB").at(40).step
-
-
-class AgainstTheLast:
-    """A loss that keeps a tensor of each batch for the next one."""
-
-    last = None
-
-    def __call__(self, model, batch):
-        output, last = model(batch), self.last
-        self.last = output.detach()
-        return (output if last is None else output - last).square().mean()
 
 
 def test_what_a_loss_keeps_of_one_batch_size_is_not_there_at_another(monkeypatch):

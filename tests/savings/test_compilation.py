@@ -3,6 +3,7 @@
 import pytest
 import torch
 import training
+from keeping_loss import AgainstTheLast
 from needs import needs_compilation, needs_ranks
 from torch import nn
 from tried_savings import only
@@ -70,17 +71,6 @@ def test_compiling_with_cuda_graphs_is_a_row_of_its_own(plan):
     assert row.peak_reserved_bytes == compiled.peak_reserved_bytes
     assert row.line == 'model = torch.compile(model, mode="reduce-overhead")'
     assert row.peak_allocated_bytes < plan["torch.compile"].peak_allocated_bytes
-
-
-class AgainstTheLast:
-    """A loss that keeps its output for the next step, where a replay has overwritten it."""
-
-    last = None
-
-    def __call__(self, model, batch):
-        output, last = model(batch), self.last
-        self.last = output.detach()
-        return (output if last is None else output - last).square().mean()
 
 
 def test_cuda_graphs_are_no_saving_where_pytorch_stops_the_training():

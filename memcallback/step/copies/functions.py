@@ -17,9 +17,11 @@ from torch import nn
 from memcallback.core.tensors import attributes, items_of, walk
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
-_MAX_ITEMS = 10_000
-#: Containers whose contents are restored.
-_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
+#: A container with more in it holds data rather than what a step keeps.
+MAX_ITEMS = 10_000
+#: Containers whose contents are restored. Those of one's own classes are not: their methods may do
+#: anything.
+WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
@@ -162,7 +164,7 @@ def functions_found_in_memo() -> Iterator[None]:
 
 def fresh(value: Any) -> Any:
     """A copy of a container, and of those in it, whose other contents are shared."""
-    if type(value) not in _WRITABLE or len(value) > _MAX_ITEMS:
+    if type(value) not in WRITABLE or len(value) > MAX_ITEMS:
         return value
     copied = copy.copy(value)
     if isinstance(copied, dict):
@@ -183,7 +185,7 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
         id(value): (value, copy.copy(value))
         for function in all_functions
         for value in outer_variables(function)
-        if type(value) in _WRITABLE and value is not function.__globals__
+        if type(value) in WRITABLE and value is not function.__globals__
     }
     try:
         yield
@@ -193,18 +195,18 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
                 cell.cell_contents = contents[key]
         for container, before in containers.values():
             # Only containers that changed: other threads may be reading the rest.
-            if not _is_same(container, before):
+            if not is_same(container, before):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(
                     before
                 )
 
 
-def _is_same(container: Any, other: Any) -> bool:
+def is_same(container: Any, other: Any) -> bool:
     """Whether two containers hold the same objects in the same order."""
     if len(container) != len(other):
         return False
-    if isinstance(container, dict) and not _is_same([*container.values()], [*other.values()]):
+    if isinstance(container, dict) and not is_same([*container.values()], [*other.values()]):
         return False
     return all(map(is_, container, other))
 
@@ -254,7 +256,7 @@ def contents_of(value: object) -> list[Any] | None:
         return [value.func, *value.args, *value.keywords.values()]
     for container in _CONTAINERS:
         if isinstance(value, container):
-            if container.__len__(value) > _MAX_ITEMS:
+            if container.__len__(value) > MAX_ITEMS:
                 return None
             keys = dict.keys(value) if isinstance(value, dict) else ()
             return [*keys, *(items_of(value) or ())]

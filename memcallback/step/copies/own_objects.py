@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,16 +18,19 @@ from memcallback.core.code_lines import is_library
 from memcallback.core.interruptions import PassOver
 from memcallback.core.tensors import walk
 from memcallback.core.torch_private import FakeTensor
-from memcallback.step.copies.functions import cell_contents, outer_variables
+from memcallback.step.copies.functions import (
+    MAX_ITEMS,
+    WRITABLE,
+    cell_contents,
+    is_same,
+    outer_variables,
+)
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 #: A container with more in it holds data, and no objects that keep what a step makes.
 _MAX_HELD = 100
-_MAX_ITEMS = 10_000
 _MAX_OBJECTS = 20_000
 #: A trace makes copies of what modules and optimizers keep.
 _NOT_OWN = (type, ModuleType, FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
-_ABSENT = object()
 #: A container and a copy of it.
 _Pair = tuple[Any, Any]
 
@@ -52,7 +53,7 @@ def untouched_objects(functions: Iterable[object], values: Iterable[object]) -> 
         yield
     finally:
         # Objects can share containers, so each is compared once.
-        changed = {number for number, pair in copies.items() if not _is_same(*pair)}
+        changed = {number for number, pair in copies.items() if not is_same(*pair)}
         for pairs in known:
             with PassOver():  # an object that cannot be read stays as it is
                 _restore_if_fake([pair for pair in pairs if id(pair[0]) in changed])
@@ -64,7 +65,7 @@ def _copied(own: dict[str, Any], copies: dict[int, _Pair]) -> Iterator[_Pair]:
     seen: set[int] = set()
     while pending:
         container = pending.pop()
-        if id(container) in seen or len(container) > _MAX_ITEMS:
+        if id(container) in seen or len(container) > MAX_ITEMS:
             continue
         seen.add(id(container))
         if id(container) not in copies:
@@ -80,7 +81,7 @@ def _restore_if_fake(changed: list[_Pair]) -> None:
     for container, before in changed:
         known = set(map(id, _items(before)))
         new += [item for item in _items(container) if id(item) not in known]
-    found = islice(walk(new, _inside), _MAX_ITEMS)
+    found = islice(walk(new, _inside), MAX_ITEMS)
     if not any(issubclass(type(value), FakeTensor) for value in found):
         return
     for container, before in changed:
@@ -95,17 +96,6 @@ def _restore_if_fake(changed: list[_Pair]) -> None:
 
 def _items(container: Any) -> list[Any]:
     return list(container.copy().values() if isinstance(container, dict) else container)
-
-
-def _is_same(container: Any, other: Any) -> bool:
-    """Whether two containers hold the same objects, by the same names."""
-    with PassOver():  # names may be of a class that cannot be compared
-        if len(container) != len(other):
-            return False
-        if isinstance(container, dict):
-            return all(other.get(name, _ABSENT) is item for name, item in container.copy().items())
-        return all(map(is_, container, other))
-    return True
 
 
 def _objects(roots: Iterable[object]) -> Iterator[dict[str, Any]]:
@@ -145,7 +135,7 @@ def _kind_leads_on(kind: type) -> bool:
 @by_class
 def _is_container(kind: type) -> bool:
     # `in` would ask a class whether it is equal.
-    return any(kind is each for each in _CONTAINERS)
+    return any(kind is each for each in WRITABLE)
 
 
 def _of_function(value: Any) -> list[Any] | None:
@@ -168,22 +158,19 @@ def _inside(value: object) -> list[Any] | None:
     if kind is FunctionType:
         return [*map(cell_contents, value.__closure__ or ())]  # type: ignore[attr-defined]
     held = _of_function(value)
-    return held if held is not None else _values_of(value)
-
-
-def _values_of(value: object) -> list[Any] | None:
-    own: object = None
-    with PassOver():  # there is none, or a class has something else there
-        own = object.__getattribute__(value, "__dict__")
-    return list(own.copy().values()) if type(own) is dict else None
+    if held is None and (own := _attributes(value)) is not None:
+        held = list(own.copy().values())
+    return held
 
 
 def _own_attributes(value: object) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's own classes; None for any other."""
-    if not _is_own_class(type(value)):
-        return None
+    return _attributes(value) if _is_own_class(type(value)) else None
+
+
+def _attributes(value: object) -> dict[str, Any] | None:
     own: object = None
-    with PassOver():  # a class may have something else there
+    with PassOver():  # there is none, or a class has something else there
         own = object.__getattribute__(value, "__dict__")
     return own if type(own) is dict else None
 

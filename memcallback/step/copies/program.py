@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,12 +15,9 @@ from typing import Any
 from memcallback.core.code_lines import is_framework, is_library
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import FakeTensor
+from memcallback.step.copies.functions import MAX_ITEMS, WRITABLE
 from memcallback.step.copies.own_objects import untouched_objects
 
-#: Kinds of one's own restore themselves, or not: their methods may do anything.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
-#: A variable with more in it holds data rather than what a step keeps.
-_MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10_000
 #: A dictionary of a library with more in it is a table rather than a cache.
 _MAX_CACHED = 1000
@@ -34,9 +31,9 @@ def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
     """Restore global variables, class attributes and caches of the user's files at the end.
 
     And objects that these variables and some functions lead to, if they keep fakes. Of libraries
-    only the caches in global variables. So each trace of a step finds the caches and
-    counters that the training will find, and no fakes of another trace. For a process without other
-    threads, which may be changing the same variables.
+    only the caches in global variables. So each trace of a step finds the caches and counters that
+    the training will find, and no fakes of another trace. For a process without other threads,
+    which may be changing the same variables.
     """
     # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
     seen = {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
@@ -129,7 +126,7 @@ def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore
     for value in before.values():
         if issubclass(type(value), _LRU_CACHE):
             yield _of_cache(value)
-        elif type(value) in _CONTAINERS:
+        elif type(value) in WRITABLE:
             yield from _of_container(value, seen, len(seen) + _MAX_CONTAINERS)
         elif issubclass(type(value), type) and value.__module__ == _name_of(owner):
             yield from _of_namespace(value, seen)
@@ -153,7 +150,7 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
 
 def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Restore]:
     """Restore a container and those in it, each once."""
-    if id(container) in seen or len(container) > _MAX_ITEMS or len(seen) >= max_seen:
+    if id(container) in seen or len(container) > MAX_ITEMS or len(seen) >= max_seen:
         return
     seen.add(id(container))
     before = container.copy()
@@ -164,7 +161,7 @@ def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Re
 
     yield restore
     for value in list(before.values()) if isinstance(before, dict) else list(before):
-        if type(value) in _CONTAINERS:
+        if type(value) in WRITABLE:
             yield from _of_container(value, seen, max_seen)
 
 
