@@ -20,10 +20,13 @@ quick: $(VENV)/.installed
 	$(COMPILED)
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --quick
 
-# Every test, and the site: what CI runs.
+# PART=1/3 runs one of three parts of all tests, which take about as long as one another: CI has a machine for each.
+ALL_TESTS = -m pytest -q -n auto --dist loadfile $(if $(PART),--part $(PART))
+
+# Every test, and the site.
 test-all: $(VENV)/.installed check
 	$(COMPILED)
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python $(ALL_TESTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -39,7 +42,7 @@ docs: $(VENV)/.installed
 # The tests with the oldest PyTorch and Lightning that pyproject.toml allows, in an environment of their own; PYTHON=python3.10 takes the oldest Python too.
 OLDEST := torch==2.6.0 lightning==2.4.0 pytorch-lightning==2.4.0
 test-oldest: $(VENV)-oldest/.installed
-	$(VENV)-oldest/bin/python -m pytest -q -n auto --dist loadfile
+	$(VENV)-oldest/bin/python $(ALL_TESTS)
 
 $(VENV)-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-oldest
@@ -49,7 +52,7 @@ $(VENV)-oldest/.installed: pyproject.toml
 
 # The tests with the newest PyTorch, Lightning and transformers that pip finds, in an environment of their own: no constraints. PyTorch first, as below.
 test-newest: $(VENV)-newest/.installed
-	$(VENV)-newest/bin/python -m pytest -q -n auto --dist loadfile
+	$(VENV)-newest/bin/python $(ALL_TESTS)
 
 $(VENV)-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-newest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from run_parts import SECONDS, part, parts_of
+from run_parts import part, parts_of, seconds_of
 from slow_files import SLOW_FILES
 from virtual_device import AscendingAddresses, is_virtual
 
@@ -54,10 +54,6 @@ def pytest_ignore_collect(collection_path, config):
     return None  # whatever else decides
 
 
-def seconds_of(item):
-    return SECONDS.get(path_of(item.path), 1)
-
-
 def names_marker(path):
     return "pytest.mark.cuda" in path.read_text(encoding="utf-8")
 
@@ -71,9 +67,12 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if chosen := config.getoption("--part"):
         number, num_parts = chosen
-        of_part = parts_of(items, num_parts, cost=seconds_of)[number - 1]
-        config.hook.pytest_deselected(items=[one for one in items if one.path not in of_part])
-        items[:] = [one for one in items if one.path in of_part]
+        on_device = config.option.markexpr == "cuda"
+        seconds = seconds_of((path_of(item.path) for item in items), on_device=on_device)
+        of_part = parts_of(seconds, num_parts)[number - 1]
+        others = [item for item in items if path_of(item.path) not in of_part]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if path_of(item.path) in of_part]
     items.sort(key=lambda item: ORDER.get(path_of(item.path), len(ORDER)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:

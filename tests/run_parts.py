@@ -2,14 +2,18 @@
 
 from collections import Counter
 
+from slow_files import SLOW_FILES
+
 #: About what a test on a device takes of a core, in seconds, 2026-11-28; others take 1 or so.
-SECONDS = {
+SECONDS_ON_DEVICE = {
     "integrations/test_huggingface_ranks_cuda.py": 50,
     "integrations/test_lightning_ranks_cuda.py": 25,
     "prediction/test_ranks_predicted_cuda.py": 8,
     "trace/test_compiled_cuda.py": 10,
     "trace/test_whole_update_cuda.py": 15,
 }
+#: What a test of a file that is not slow takes.
+_SECONDS = 0.04
 
 
 def part(text):
@@ -20,14 +24,19 @@ def part(text):
     return int(number), int(num_parts)
 
 
-def parts_of(items, num_parts, cost=lambda item: 1):
-    """The files of each part; what the tests of one cost is about as much as of another."""
-    costs = Counter()
-    for item in items:
-        costs[item.path] += cost(item)
-    parts, sizes = [set() for _ in range(num_parts)], [0] * num_parts
-    for path, size in sorted(costs.items(), key=lambda one: -one[1]):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].add(path)
-        sizes[smallest] += size
+def seconds_of(paths, *, on_device):
+    """About how long each file takes, from the path of each test's file below this folder."""
+    counts = Counter(paths)
+    if on_device:
+        return {path: count * SECONDS_ON_DEVICE.get(path, 1) for path, count in counts.items()}
+    return {path: SLOW_FILES.get(path, count * _SECONDS) for path, count in counts.items()}
+
+
+def parts_of(seconds, num_parts):
+    """The files of each part, which take about as long as those of another."""
+    parts, sums = [set() for _ in range(num_parts)], [0] * num_parts
+    for path, of_file in sorted(seconds.items(), key=lambda one: -one[1]):
+        least = sums.index(min(sums))
+        parts[least].add(path)
+        sums[least] += of_file
     return parts
