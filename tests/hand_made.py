@@ -12,6 +12,7 @@ from memcallback.core.allocation_trace import (
 from memcallback.core.types import Category, Phase
 from memcallback.core.units import MiB
 from memcallback.devices.catalogue import find_device
+from memcallback.prediction.allocator.at_start import Part, Segment
 from memcallback.prediction.batch_trace import BatchTrace
 from memcallback.prediction.prediction import Prediction
 from memcallback.prediction.textbook.law import LinearBytes, TextbookPrediction
@@ -19,6 +20,16 @@ from memcallback.trace.traced_step import TracedStep
 
 WEIGHT_BYTES = 4 * MiB
 SAMPLE_BYTES = MiB
+#: Where the model lies in a process of its own.
+MODEL = (
+    Segment(False, (Part(WEIGHT_BYTES, WEIGHT_BYTES, is_held=True), Part(16 * MiB))),
+    Segment(True, (Part(512, 400, is_held=True), Part(2 * MiB - 512))),
+)
+
+
+def free_segment(size_bytes):
+    """A segment that nothing lies in."""
+    return Segment(is_small=False, parts=(Part(size_bytes),))
 
 
 def traced_step(batch_size, *, num_steps=2, extra=(), caveats=()):

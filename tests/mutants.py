@@ -27,11 +27,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Modules -> the test files nearest to them, the most specific first. Of `batch_size` those whose
-#: tests need no traces, which would take half a minute for each change.
+#: Of core, allocator, replay and batch_size: module -> the test files nearest to it, the most
+#: specific first.
 NEAREST = {
     "core/allocation_trace": "core/test_allocation_trace prediction/test_batch_trace",
+    "core/by_class": "core/test_by_class",
     "core/code_lines": "core/test_code_lines",
+    "core/control_groups": "core/test_control_groups devices/test_cpu_meter",
     "core/document": "core/test_document core/test_shown",
     "core/errors": "core/test_errors",
     "core/files": "core/test_files",
@@ -46,6 +48,8 @@ NEAREST = {
     "core/units": "core/test_units",
     "core/validation": "core/test_validation batch_size/test_advice",
     "core/visible": "core/test_visible",
+    "prediction/allocator/addresses": "prediction/test_segment_addresses",
+    "prediction/allocator/at_start": "prediction/test_at_start",
     "prediction/allocator/blocks": "prediction/test_allocator prediction/test_allocator_recorded",
     "prediction/allocator/caching": "prediction/test_allocator prediction/test_allocator_recorded",
     "prediction/allocator/expandable": "prediction/test_allocator "
@@ -54,14 +58,26 @@ NEAREST = {
     "prediction/allocator/settings": "prediction/test_allocator_settings prediction/test_allocator",
     "prediction/replay": "prediction/test_replay prediction/test_steady_state",
     "prediction/steady_state": "prediction/test_steady_state",
+    "batch_size/accumulation_plan": "batch_size/test_advice batch_size/test_accumulation_plan",
     "batch_size/advice": "batch_size/test_advice batch_size/test_estimate",
     "batch_size/bounds": "batch_size/test_estimate batch_size/test_advice",
     "batch_size/estimate": "batch_size/test_estimate batch_size/test_advice "
     "batch_size/test_measured_and_predicted",
     "batch_size/fitted": "integrations/test_fitted",
+    "batch_size/measured_shift": "batch_size/test_measured_and_predicted "
+    "batch_size/test_suggest_measured",
     "batch_size/peaks": "batch_size/test_estimate batch_size/test_measured_and_predicted",
 }
 
+#: Their tests start processes or trace for half a minute, for each change.
+LEFT_OUT = (
+    "core/answers",
+    "batch_size/one_rank",
+    "batch_size/rank_kinds",
+    "batch_size/retraced",
+    "batch_size/sequence_lengths",
+    "batch_size/suggest",
+)
 #: What takes longest to import, and no test wants to see imported.
 IMPORTED_ONCE = (
     "pytest",

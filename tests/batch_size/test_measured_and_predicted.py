@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand_made import law, prediction
+from hand_made import MODEL, free_segment, law, prediction
 from torch import nn
 
 import memcallback as mc
@@ -112,6 +112,15 @@ def test_a_measured_step_of_another_size_is_compared_at_that_size():
     at_eight = traced(measured(of_eight + 1000, batch_size=8))
     assert at_eight.peaks.batch_size == 8
     assert at_eight.peak_at(64) == traced(None).peak_at(64) + 1000
+
+
+def test_what_lay_in_the_allocator_before_explains_what_a_step_needs_more():
+    before = PREDICTED.begun_with([*MODEL, *[free_segment(3 * MiB)] * 8])
+    reserved = before.at(16).run_peak_reserved_bytes
+    assert reserved > REPLAYED * (1 + 2 * RESERVED_SHARE)
+    found = estimate(measured=measured(reserved), predicted=before, **CAPACITY)
+    assert found.basis.endswith("; the measured step agrees")
+    assert "raised by" in traced(measured(reserved)).basis
 
 
 def test_a_measured_step_without_a_batch_size_says_nothing():

@@ -61,3 +61,15 @@ def test_a_group_without_a_limit_limits_nothing(system, path):
 def test_without_control_groups_nothing_limits(tmp_path, monkeypatch):
     monkeypatch.setattr("memcallback.core.control_groups._ROOT", tmp_path)
     assert group_memory() is None
+
+
+def test_what_is_left_is_the_limit_less_what_is_used():
+    assert GroupMemory(8 * GiB, 3 * GiB).left_bytes == 5 * GiB
+    assert GroupMemory(GiB, 2 * GiB).left_bytes == 0
+
+
+def test_pages_of_files_are_taken_off_where_they_are_told(system, tmp_path):
+    system("0::/\n", {"": (8 * GiB, GiB, 2 * GiB)})
+    assert group_memory() == GroupMemory(8 * GiB, 0)
+    (tmp_path / "sys/fs/cgroup/memory.stat").write_text("anon 5\n")
+    assert group_memory() == GroupMemory(8 * GiB, GiB)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hand_made import prediction, traced_step
+from hand_made import MODEL, free_segment, prediction, traced_step
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_device import AscendingAddresses
@@ -125,17 +125,6 @@ def test_what_another_stream_freed_before_the_first_step_has_left_its_segment_th
     assert again.peak_reserved_bytes - alone.peak_reserved_bytes == 36 * MiB
 
 
-def free(size_bytes):
-    return Segment(is_small=False, parts=(Part(size_bytes),))
-
-
-#: Where the model of `hand_made` lies in a process of its own.
-MODEL = (
-    Segment(False, (Part(4 * MiB, 4 * MiB, is_held=True), Part(16 * MiB))),
-    Segment(True, (Part(512, 400, is_held=True), Part(2 * MiB - 512))),
-)
-
-
 def peaks(one):
     return [
         (window.peak_allocated_bytes, window.peak_reserved_bytes)
@@ -186,7 +175,7 @@ def test_expandable_segments(is_before_model, sizes):
 
 def test_the_prediction_says_so_and_the_history_has_it():
     plain = prediction(16)
-    found = plain.begun_with([*MODEL, free(30 * MiB)])
+    found = plain.begun_with([*MODEL, free_segment(30 * MiB)])
     said = [caveat for caveat in found.caveats if format_bytes(30 * MiB) in caveat]
     assert len(said) == 1
     assert set(found.caveats) - set(plain.caveats) == set(said)
@@ -199,7 +188,7 @@ def test_the_prediction_says_so_and_the_history_has_it():
 
 def test_the_largest_batch_sizes_and_other_devices_are_for_a_process_without_them():
     plain = prediction(16, device="RTX 3090")
-    found = plain.begun_with([*MODEL, free(10 * GiB)])
+    found = plain.begun_with([*MODEL, free_segment(10 * GiB)])
     assert found.peak_reserved_bytes > 10 * GiB > plain.peak_reserved_bytes
     assert found.limits == plain.limits
     assert found.at(17).peak_reserved_bytes > 10 * GiB
@@ -208,7 +197,7 @@ def test_the_largest_batch_sizes_and_other_devices_are_for_a_process_without_the
 
 def test_what_does_not_fit_beside_them_fits_after_a_retry():
     plain = prediction(64, device=GiB)
-    found = plain.begun_with([*MODEL, *[free(20 * MiB)] * 24])
+    found = plain.begun_with([*MODEL, *[free_segment(20 * MiB)] * 24])
     assert plain.fits_without_retry
     assert found.fits
     assert not found.fits_without_retry
@@ -216,21 +205,23 @@ def test_what_does_not_fit_beside_them_fits_after_a_retry():
 
 def test_a_retry_of_the_first_steps_alone_is_not_called_slow():
     plain = prediction(64, device=GiB)
-    found = plain.begun_with([*MODEL, *[free(20 * MiB)] * 24])
+    found = plain.begun_with([*MODEL, *[free_segment(20 * MiB)] * 24])
     assert found.verdict()[0].startswith("Fits, but the allocator must free its cache in the first")
     assert plain.verdict()[0].startswith("Fits. ")
 
 
 def test_more_than_the_device_has_is_left_out():
     plain = prediction(16, device=GiB)
-    assert plain.begun_with([*MODEL, free(4 * GiB)]) is plain
+    assert plain.begun_with([*MODEL, free_segment(4 * GiB)]) is plain
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
 def test_segments_of_another_kind_than_the_settings_have_are_left_out(is_expandable):
     settings = AllocatorSettings(expandable_segments=not is_expandable)
     plain = predicted(traced_step(16), settings)
-    segments = [replace(one, is_expandable=is_expandable) for one in (*MODEL, free(12 * MiB))]
+    segments = [
+        replace(one, is_expandable=is_expandable) for one in (*MODEL, free_segment(12 * MiB))
+    ]
     assert plain.begun_with(segments) is plain
 
 
@@ -244,7 +235,9 @@ def test_memory_of_others_is_not_the_trainings():
     plain = prediction(16)
     others = Segment(False, (Part(30 * MiB, 30 * MiB), Part(10 * MiB)))
     assert plain.begun_with([*MODEL, others]) is plain
-    assert plain.begun_with([*MODEL, others, free(30 * MiB)]).at_start[2:] == (free(30 * MiB),)
+    assert plain.begun_with([*MODEL, others, free_segment(30 * MiB)]).at_start[2:] == (
+        free_segment(30 * MiB),
+    )
 
 
 @pytest.mark.parametrize("size", [3 * MiB, 9 * MiB])
@@ -262,7 +255,7 @@ def test_memory_of_others_beside_the_model_is_taken_and_not_counted(size):
 def test_what_the_optimizer_has_and_the_trace_does_not_leaves_the_prediction_as_it_is():
     state = Segment(False, (Part(4 * MiB, 4 * MiB, is_held=True), Part(16 * MiB)))
     plain = prediction(16)
-    assert plain.begun_with([*MODEL, state, free(30 * MiB)]) is plain
+    assert plain.begun_with([*MODEL, state, free_segment(30 * MiB)]) is plain
 
 
 def test_a_workspace_that_a_later_step_makes_is_made_there():
@@ -273,8 +266,8 @@ def test_a_workspace_that_a_later_step_makes_is_made_there():
     late = replace(traced, trace=AllocationTrace((*events[:place], workspace, *events[place:])))
     there = Segment(False, (Part(WORKSPACE_BYTES, WORKSPACE_BYTES),))
     plain = predicted(late)
-    found = plain.begun_with([*MODEL, there, free(30 * MiB)])
-    assert found.at_start[2:] == (free(30 * MiB),)
+    found = plain.begun_with([*MODEL, there, free_segment(30 * MiB)])
+    assert found.at_start[2:] == (free_segment(30 * MiB),)
     assert found.peak_allocated_bytes == plain.peak_allocated_bytes
 
 
@@ -287,7 +280,7 @@ def test_what_the_first_step_makes_anew_counts_as_free():
 
 def test_a_measured_step_that_what_ran_before_explains_raises_no_peak():
     plain = prediction(16, device="RTX 3090")
-    found = plain.begun_with([*MODEL, free(10 * GiB)])
+    found = plain.begun_with([*MODEL, free_segment(10 * GiB)])
     capacity_bytes = plain.device.capacity_bytes
     advice, unexplained = (
         suggest(predicted=one, measured=found.step, capacity_bytes=capacity_bytes)
@@ -299,14 +292,14 @@ def test_a_measured_step_that_what_ran_before_explains_raises_no_peak():
 
 def test_a_model_that_is_not_there_yet_will_take_them():
     plain = prediction(16)
-    assert plain.begun_with([free(30 * MiB)]) is plain
-    assert plain.begun_with([MODEL[1], free(30 * MiB)]) is plain
+    assert plain.begun_with([free_segment(30 * MiB)]) is plain
+    assert plain.begun_with([MODEL[1], free_segment(30 * MiB)]) is plain
 
 
 @pytest.mark.parametrize("change", [{"device": 1}, {"stream": 7}, {"segment_pool_id": (0, 1)}])
 def test_segments_of_others_do_not_count(change):
     segments, held = segments_at_start(after(traced_step(16), [30 * MiB]))
     found = read_segments(segments, 0, held)
-    assert found == (*MODEL, free(30 * MiB))
+    assert found == (*MODEL, free_segment(30 * MiB))
     segments[-1] |= change
     assert read_segments(segments, 0, held) == MODEL
