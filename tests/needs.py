@@ -23,6 +23,10 @@ needs_compilation = pytest.mark.skipif(
 needs_global_hooks = pytest.mark.skipif(
     _VERSION < (2, 11), reason="PyTorch 2.6 compiles modules without asking for global hooks"
 )
+needs_compiled_lightning = pytest.mark.skipif(
+    _VERSION < (2, 11),
+    reason="PyTorch 2.6 fails as it compiles Lightning's code, without memcallback, too",
+)
 needs_recorded_version = pytest.mark.skipif(_VERSION < (2, 11), reason="recorded with PyTorch 2.11")
 needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"),
