@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from memcallback.prediction.length_trace import (
     lengths_to_trace,
 )
 from memcallback.prediction.prediction import Prediction
-from memcallback.step.copies.program import untouched_program
 from memcallback.step.copies.resizing import has_samples
 from memcallback.step.step import Step
 from memcallback.trace.traced_step import TracedStep
@@ -145,9 +144,7 @@ class Traces:
         """The trace at a batch size and sequence length."""
         if self._progress is not None and not self.num_done:
             self._progress(0, self.num_traces)
-        # In another process nothing runs beside the trace.
-        functions = self._step.functions_to_copy()
-        with quietly(), untouched_program(functions) if is_in_child() else nullcontext():
+        with quietly():
             traced: TracedStep = self._tracer.trace(
                 self._tracer.TraceRequest(
                     step=self._step,
@@ -156,6 +153,8 @@ class Traces:
                     sequence_length=sequence_length,
                     bounds=self._bounds,
                     compiles=is_in_child(),
+                    # In another process nothing runs beside the trace.
+                    restores_program=is_in_child(),
                 )
             )
         self.num_done += 1

@@ -27,6 +27,8 @@ class TraceRequest:
         bounds: Choices that all traces of a step share, so that sizes stay linear in the batch.
         compiles: Whether compiled code is compiled for the card, in a process that nothing else
             needs: Dynamo's state changes. Else it runs as it would without compilation.
+        restores_program: Whether each attempt leaves the user's variables and objects as it found
+            them, in a process that nothing else needs.
         takes_known_shapes: Whether shapes that depend on values are those of the batch's values,
             where these are known, not the largest possible.
         follows_other_batch: Whether the step's batch of another size comes in between.
@@ -42,6 +44,7 @@ class TraceRequest:
     period: int = 1
     bounds: Bounds = field(default_factory=Bounds)
     compiles: bool = False
+    restores_program: bool = False
     takes_known_shapes: bool = False
     follows_other_batch: bool = True
     runs_batch_hooks: bool = True

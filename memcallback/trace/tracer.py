@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -19,6 +19,7 @@ from memcallback.step.copies.functions import (
     untouched_variables,
 )
 from memcallback.step.copies.modes import untouched_globals
+from memcallback.step.copies.program import untouched_program
 from memcallback.step.inference_step import InferenceStep
 from memcallback.step.loss import default_loss, is_passed_by_name
 from memcallback.step.ranks import Ranks, newer_torch_needed
@@ -169,8 +170,10 @@ def _attempt(
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
     code = CompiledCode(mode, request.training, compiles=request.compiles)
+    program = untouched_program(request.step.functions_to_copy())
     try:
-        result = _run(replace(request, compiles=code.compiles), mode, code, rank)
+        with program if request.restores_program else nullcontext():
+            result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
         request.bounds.forget(num_chosen)
         return error, mode, code

@@ -7,6 +7,12 @@ import pytest
 
 from memcallback.integrations.lightning.fit.user_code import users_modules
 
+#: In Python's code, numbers of names and constants from 256 on need an instruction before.
+LONG = (
+    "\ndef long(it):\n"
+    + "".join(f"    it.name{number} = {number}.5\n" for number in range(300))
+    + "    import of_long\n    from namespace import longer\n    return of_long, longer\n"
+)
 FILES = {
     "package/__init__.py": "",
     "package/registry.py": "ITEMS = []\n",
@@ -35,9 +41,12 @@ def wraps_itself():
     pass
 
 wraps_itself.__wrapped__ = wraps_itself
-""",
+"""
+    + LONG,
     "elsewhere/of_property.py": "",
     "elsewhere/namespace/part.py": "",
+    "elsewhere/of_long.py": "",
+    "elsewhere/namespace/longer.py": "",
     # A program beside, which the model's does not import: its name is that of an attribute.
     "beside/config.py": "",
 }
@@ -53,6 +62,7 @@ def modules(tmp_path, monkeypatch):
     for folder in ("", "elsewhere", "beside"):
         monkeypatch.syspath_prepend(tmp_path / folder)
     names = ("package.deep.model", "package.registry", "of_property", "namespace.part", "config")
+    names += ("of_long", "namespace.longer")
     for name in names:
         importlib.import_module(name)
     yield sys.modules
@@ -63,4 +73,5 @@ def modules(tmp_path, monkeypatch):
 def test_modules_that_functions_import_are_of_the_program(modules):
     found = {name for name, _ in users_modules([modules["package.deep.model"].Model])}
     assert {"model.py", "registry.py", "of_property.py", "part.py"} <= found
+    assert {"of_long.py", "longer.py"} <= found
     assert "config.py" not in found

@@ -1,6 +1,8 @@
-"""What the user's own objects keep of a trace is put back, and nothing else of them."""
+"""What the user's own objects are and hold is put back after each attempt to trace a step."""
 
+import enum
 import weakref
+from collections import OrderedDict
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,12 +127,64 @@ def test_what_a_function_keeps_anywhere_is_put_back(make):
     assert kept() is None
 
 
-def test_what_a_program_does_once_and_notes_is_not_done_again():
-    noted = SimpleNamespace(is_registered=False, names=[])
+def test_counters_and_flags_are_as_they_were():
+    noted = SimpleNamespace(calls=0, names=[], inner=SimpleNamespace(is_ready=False))
     with untouched_program([lambda: noted]):
-        noted.is_registered = True
+        noted.calls += 1
         noted.names.append("operator")
-    assert noted == SimpleNamespace(is_registered=True, names=["operator"])
+        noted.inner.is_ready = True
+    assert noted == SimpleNamespace(calls=0, names=[], inner=SimpleNamespace(is_ready=False))
+
+
+def test_the_order_of_a_dictionary_comes_back():
+    holder = SimpleNamespace(seen=OrderedDict(a=1, b=2), rows={"a": 1, "b": 2})
+    with untouched_program([lambda: holder]):
+        holder.seen.move_to_end("a")
+        holder.rows["a"] = holder.rows.pop("a")
+    assert list(holder.seen) == list(holder.rows) == ["a", "b"]
+
+
+class Mode(enum.Enum):
+    """Its members are objects of the user's, too."""
+
+    TRAIN = 1
+
+
+class Settings:
+    """Holds an object in an attribute of the class."""
+
+    shared = SimpleNamespace(last=None)
+
+
+MANY = [SimpleNamespace(last=None) for _ in range(101)]
+Mode.TRAIN.last = None
+
+
+@pytest.mark.parametrize(
+    "holder", [Mode.TRAIN, Settings.shared, MANY[100]], ids=["member", "class", "list of many"]
+)
+def test_objects_among_the_attributes_of_classes_and_in_lists_are_reached(holder):
+    with untouched_program():
+        holder.last = 1
+    assert holder.last is None
+
+
+def test_variables_of_closures_that_objects_hold_come_back():
+    def counter():
+        number, rows = 0, {"train": []}
+
+        def counts():
+            nonlocal number
+            number += 1
+            rows["train"].append(number)
+            return number, rows["train"]
+
+        return counts
+
+    holder = SimpleNamespace(counts=counter())
+    with untouched_program([lambda: holder]):
+        holder.counts()
+    assert holder.counts() == (1, [1])
 
 
 OPENED = []
@@ -168,12 +222,103 @@ class AddsTheLast(nn.Module):
         return x if last is None else x + last
 
 
+class WarmsUp:
+    """A loss of which the first two are smaller."""
+
+    calls = 0
+
+    def __call__(self, model, batch):
+        output = model(batch)
+        self.calls += 1
+        if self.calls <= 2:
+            return output.mean()
+        return torch.stack([output.tanh().exp().sigmoid() for _ in range(6)]).mean()
+
+
+class MadeReady:
+    """Notes in itself that another object has what it needs."""
+
+    def __init__(self):
+        self.is_ready, self.memory = False, SimpleNamespace(value=None)
+
+    def __call__(self, model, batch):
+        output = model(batch)
+        if not self.is_ready:
+            self.memory.value, self.is_ready = output.detach(), True
+        return (output * self.memory.value.mean()).sum()
+
+
+class KeepsTheLargest:
+    """Keeps a tuple of a class of PyTorch's own."""
+
+    last = None
+
+    def __call__(self, model, batch):
+        output = model(batch)
+        loss = output.sum() if self.last is None else (output + self.last.values.sum()).sum()
+        self.last = output.detach().max(dim=1)
+        return loss
+
+
+class DropsTheOldest:
+    """A queue whose order decides which tensor goes."""
+
+    def __init__(self):
+        sizes = enumerate((1000, 10, 10, 10))
+        self.queue, self.number = {number: torch.zeros(size, 64) for number, size in sizes}, 10
+
+    def __call__(self, model, batch):
+        output = model(batch)
+        loss = output.mean()
+        for kept in self.queue.values():
+            loss = loss + (kept.exp() * output.mean()).mean()
+        self.queue.pop(next(iter(self.queue)))
+        self.queue[self.number] = output.detach()
+        self.number += 1
+        return loss
+
+
+def predicted(model, num_samples, loss=None, device="NVIDIA A100-SXM4-80GB"):
+    step = mc.TrainingStep(model, torch.zeros(num_samples, 64), loss=loss)
+    return mc.predict(step, device=device)
+
+
+@pytest.mark.parametrize("kind", [WarmsUp, MadeReady, KeepsTheLargest, DropsTheOldest])
+def test_a_loss_with_a_memory_is_predicted_at_any_size(kind, monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+    model = nn.Linear(64, 64)
+    found = predicted(model, 32, kind())
+    assert found.at(80).step.windows == predicted(model, 80, kind()).step.windows
+    # All traces of a second architecture begin so, too.
+    assert predicted(model, 32, kind(), device="80GiB").at(80).step.windows
+
+
+def fails_on_the_largest_shape(output, kept):
+    """Counts on the true shape of what a mask selects, and keeps what it has seen."""
+    mask = torch.zeros(len(output))
+    mask[:4] = 1
+    more = torch.cat(kept).exp().mean() if kept else 0
+    kept.append(output.detach().repeat(1, 16))
+    return output[mask.bool()].view(4, 64).sum() + output.sum() + more
+
+
+def test_a_second_attempt_finds_objects_as_the_first_did(monkeypatch):
+    monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
+    holder, kept = SimpleNamespace(kept=[]), []
+
+    def of_object(model, batch):
+        return fails_on_the_largest_shape(model(batch), holder.kept)
+
+    def of_closure(model, batch):
+        return fails_on_the_largest_shape(model(batch), kept)
+
+    first, second = (predicted(nn.Linear(64, 64), 4096, one) for one in (of_object, of_closure))
+    assert first.peak_allocated_bytes == second.peak_allocated_bytes
+    assert holder.kept == kept == []
+
+
 def test_a_model_that_keeps_tensors_in_a_global_object_is_predicted_at_any_size(monkeypatch):
     monkeypatch.delenv("MEMCALLBACK_ISOLATE", raising=False)
-
-    def predicted(num_samples):
-        step = mc.TrainingStep(AddsTheLast(), torch.zeros(num_samples, 64))
-        return mc.predict(step, device="24GiB")
-
-    assert predicted(32).at(80).step.windows == predicted(80).step.windows
+    found = predicted(AddsTheLast(), 32)
+    assert found.at(80).step.windows == predicted(AddsTheLast(), 80).step.windows
     assert REMEMBERS.last is None

@@ -162,9 +162,16 @@ def functions_found_in_memo() -> Iterator[None]:
         del copiers[FunctionType]
 
 
+def is_writable(value: object) -> bool:
+    """Whether a value is a container whose contents are restored."""
+    # `in` would ask a class of the user's whether it is equal.
+    kind = type(value)
+    return any(kind is each for each in WRITABLE)
+
+
 def fresh(value: Any) -> Any:
     """A copy of a container, and of those in it, whose other contents are shared."""
-    if type(value) not in WRITABLE or len(value) > MAX_ITEMS:
+    if not is_writable(value) or len(value) > MAX_ITEMS:
         return value
     copied = copy.copy(value)
     if isinstance(copied, dict):
@@ -185,28 +192,41 @@ def untouched_variables(model: nn.Module, functions: Iterable[object]) -> Iterat
         id(value): (value, copy.copy(value))
         for function in all_functions
         for value in outer_variables(function)
-        if type(value) in WRITABLE and value is not function.__globals__
+        if is_writable(value) and value is not function.__globals__
     }
     try:
         yield
     finally:
         for key, cell in cells.items():
-            if contents[key] is not _EMPTY:
-                cell.cell_contents = contents[key]
+            restore_cell(cell, contents[key])
         for container, before in containers.values():
-            # Only containers that changed: other threads may be reading the rest.
-            if not is_same(container, before):
-                container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(
-                    before
-                )
+            restore_container(container, before)
 
 
-def is_same(container: Any, other: Any) -> bool:
+def restore_cell(cell: CellType, contents: object) -> None:
+    """Give a variable of a closure what `cell_contents` gave; it may have been empty."""
+    if cell_contents(cell) is contents:
+        return
+    if contents is _EMPTY:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = contents
+
+
+def restore_container(container: Any, before: Any) -> None:
+    """Give a container of `WRITABLE` what a copy of it has, in its order."""
+    # Only if it has changed: other threads may be reading it.
+    if _is_same(container, before):
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+def _is_same(container: Any, other: Any) -> bool:
     """Whether two containers hold the same objects in the same order."""
     if len(container) != len(other):
         return False
-    if isinstance(container, dict) and not is_same([*container.values()], [*other.values()]):
+    if isinstance(container, dict) and not _is_same([*container.values()], [*other.values()]):
         return False
     return all(map(is_, container, other))
 

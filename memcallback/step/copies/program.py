@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from memcallback.core.code_lines import is_framework, is_library
 from memcallback.core.tensors import tensors_in
 from memcallback.core.torch_private import FakeTensor
-from memcallback.step.copies.functions import MAX_ITEMS, WRITABLE
 from memcallback.step.copies.own_objects import untouched_objects
 
-_MAX_CONTAINERS = 10_000
 #: A dictionary of a library with more in it is a table rather than a cache.
 _MAX_CACHED = 1000
 _LRU_CACHE: Any = type(functools.lru_cache(len))
@@ -28,34 +25,38 @@ _Restore = Callable[[], object]
 
 @contextmanager
 def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
-    """Restore global variables, class attributes and caches of the user's files at the end.
+    """Restore the program's variables and objects at the end, as far as they are the user's own.
 
-    And objects that these variables and some functions lead to, if they keep fakes. Of libraries
-    only the caches in global variables. So each trace of a step finds the caches and counters that
-    the training will find, and no fakes of another trace. For a process without other threads,
-    which may be changing the same variables.
+    Global variables, class attributes and caches of the user's files, and what these variables and
+    some functions lead to (`untouched_objects`). Of libraries only fake tensors are taken out of
+    caches in global variables. So each attempt to trace a step finds the caches and counters that
+    the training will find, and no fakes of another one. For a process without other threads, which
+    may be changing the same variables.
     """
     # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
-    seen = {id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType}
+    spaces = {
+        id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType
+    }
     known, modules = set(sys.modules), _with_files(sys.modules)
-    restores = [
-        restore
-        for module, file in modules
-        if not is_library(file)
-        for restore in _of_namespace(module, seen)
-    ]
+    own = [module for module, file in modules if not is_library(file)]
+    restores = [restore for module in own for restore in _of_namespace(module)]
     # Of PyTorch, Lightning and Python itself nothing is restored.
+    seen = set(spaces)
     restores += [
         restore
         for module, file in modules
         if is_library(file) and not is_framework(file)
         for restore in _of_caches(module, seen)
     ]
+    # A function that the step calls leads to what a global one refers to.
     variables = [
-        value for module, file in modules if not is_library(file) for value in vars(module).values()
+        value
+        for module in own
+        for value in vars(module).values()
+        if type(value) is not FunctionType
     ]
     try:
-        with untouched_objects(functions, variables):
+        with untouched_objects([*functions, *variables], spaces):
             yield
     finally:
         # What they have registered as they were imported is put back as well.
@@ -119,17 +120,15 @@ def _holds_fakes(value: object) -> bool:
     return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 
-def _of_namespace(owner: ModuleType | type, seen: set[int]) -> Iterator[_Restore]:
-    """Restore the variables of a module or class, and what those of them hold that is its own."""
+def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
+    """Restore the variables of a module or class, its caches, and its own classes' variables."""
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
     for value in before.values():
         if issubclass(type(value), _LRU_CACHE):
             yield _of_cache(value)
-        elif type(value) in WRITABLE:
-            yield from _of_container(value, seen, len(seen) + _MAX_CONTAINERS)
         elif issubclass(type(value), type) and value.__module__ == _name_of(owner):
-            yield from _of_namespace(value, seen)
+            yield from _of_namespace(value)
 
 
 def _name_of(owner: ModuleType | type) -> str | None:
@@ -146,23 +145,6 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
         if now.get(name) is not value:
             with suppress(AttributeError, TypeError):
                 setattr(owner, name, value)
-
-
-def _of_container(container: Any, seen: set[int], max_seen: int) -> Iterator[_Restore]:
-    """Restore a container and those in it, each once."""
-    if id(container) in seen or len(container) > MAX_ITEMS or len(seen) >= max_seen:
-        return
-    seen.add(id(container))
-    before = container.copy()
-
-    def restore() -> None:
-        container.clear()
-        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
-
-    yield restore
-    for value in list(before.values()) if isinstance(before, dict) else list(before):
-        if type(value) in WRITABLE:
-            yield from _of_container(value, seen, max_seen)
 
 
 def _of_cache(cache: Any) -> _Restore:

@@ -78,7 +78,11 @@ def _imported_by(code: CodeType, package: str) -> Iterator[str]:
     """What a function and those inside of it import; some are names in modules instead."""
     # To disassemble takes long, and most functions import nothing.
     imports = _IMPORT_NAME in code.co_code[::2]
-    instructions = list(dis.get_instructions(code)) if imports else []
+    instructions = [
+        instruction
+        for instruction in (dis.get_instructions(code) if imports else ())
+        if instruction.opname != "EXTENDED_ARG"  # a part of the next one
+    ]
     for position, instruction in enumerate(instructions):
         if instruction.opname == "IMPORT_NAME":
             level, names = (each.argval for each in instructions[position - 2 : position])
