@@ -23,9 +23,9 @@ needs_compilation = pytest.mark.skipif(
 needs_global_hooks = pytest.mark.skipif(
     _VERSION < (2, 11), reason="PyTorch 2.6 compiles modules without asking for global hooks"
 )
-needs_compiled_lightning = pytest.mark.skipif(
+needs_compiled_trainers = pytest.mark.skipif(
     _VERSION < (2, 11),
-    reason="PyTorch 2.6 fails as it compiles Lightning's code, without memcallback, too",
+    reason="PyTorch 2.6 fails to compile Lightning and transformers 5.20, without memcallback, too",
 )
 needs_recorded_version = pytest.mark.skipif(_VERSION < (2, 11), reason="recorded with PyTorch 2.11")
 needs_fsdp2 = pytest.mark.skipif(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs_ranks
 
 TESTS = Path(__file__).parents[1]
 
@@ -72,7 +73,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("place", FAILURES)
+# It is a prediction that finds that the memory of a step does not grow.
+OF_PREDICTION = pytest.param("first size", marks=needs_ranks)
+
+
+@pytest.mark.parametrize("place", [OF_PREDICTION, *sorted(set(FAILURES) - {"first size"})])
 def test_all_ranks_stop_with_one_that_fails_which_raises_its_own_error(tmp_path, place):
     script = tmp_path / "train.py"
     tests = [str(TESTS), str(TESTS / "integrations")]

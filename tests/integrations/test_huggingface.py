@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from event_files import curves_of
+from needs import needs_compiled_trainers
 from torch._dynamo.utils import counters
 
 import memcallback as mc
@@ -113,6 +114,7 @@ def test_each_step_has_its_phases_batch_size_and_update(trained):
 
 # PyTorch's compiler warns so without us too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@needs_compiled_trainers
 def test_a_model_that_the_trainer_compiles_is_recorded_and_compiled_as_often(tmp_path):
     counted = []
     # The first training in a process compiles more than later ones.
@@ -158,6 +160,7 @@ class Wrapping(Trainer):
 
 # PyTorch's compiler warns so without us too.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@needs_compiled_trainers
 def test_a_wrapper_that_the_trainer_compiles_is_predicted_without_compilation(tmp_path):
     callback = mc.MemoryTrainerCallback()
     train(tmp_path, callback, trained=model(num_layers=1), kind=Wrapping)

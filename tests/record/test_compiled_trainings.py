@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from needs import needs_compiled_lightning
+from needs import needs_compiled_trainers
 from observer import differences, run
 from torch import nn
 
@@ -121,7 +121,7 @@ def test_it_is_compiled_as_often_and_leaves_the_same_bits(tmp_path, accelerator,
     assert num_steps
 
 
-@needs_compiled_lightning
+@needs_compiled_trainers
 def test_lightning_s_own_code_is_compiled_with_an_update_and_the_training_goes_on(tmp_path):
     # The training step runs in the update, so PyTorch compiles Lightning and its callbacks with it.
     # It compiled our callbacks for compilations, too, and waited for its own lock.

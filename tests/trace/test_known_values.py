@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import memcallback as mc
 from memcallback.core.allocation_trace import phase_events
+from memcallback.core.units import MiB
 
 CARD = "L4"
 LENGTHS = torch.tensor([3, 9, 5, 7])
@@ -501,8 +502,9 @@ def test_an_array_becomes_one_tensor_on_the_device(make, kind, dtype, is_named):
     prediction = mc.predict(step, device=CARD)
     events = prediction.trace.at(4).events
     *_, forward = phase_events(events, mc.Phase.FORWARD)
-    made = [event.size_bytes for event in forward if getattr(event, "size_bytes", 0) >= 1200]
-    assert made == [300 * 8, 600 * 8 * 4]
+    # PyTorch 2.6 also takes a workspace of 1 MiB for the product.
+    sizes = [getattr(event, "size_bytes", 0) for event in forward]
+    assert [size for size in sizes if 1200 <= size < MiB] == [300 * 8, 600 * 8 * 4]
 
 
 def test_a_tensor_of_an_array_can_have_a_gradient():
