@@ -35,6 +35,10 @@ _COMMANDS = {
 }
 
 
+#: What a shell has for a program that SIGPIPE (13) ends: 1 would be a check that failed.
+_READER_GONE = 128 + 13
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; exit code 1 is of a check that failed, 2 of what a user can mend."""
     words = sys.argv[1:] if argv is None else list(argv)
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader, such as `head`, has read enough. Python would complain at its end otherwise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _READER_GONE
     return code or 0
 
 

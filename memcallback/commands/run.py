@@ -33,7 +33,8 @@ def add_run(commands: Any) -> None:
     parser.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="write a TensorBoard run and the memory page there; by default nothing is written",
+        help="write a TensorBoard run and the memory page there (a Lightning Trainer has its own "
+        "folder); by default nothing is written",
     )
     parser.add_argument(
         "-m",

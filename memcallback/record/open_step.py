@@ -17,6 +17,7 @@ from memcallback.core.phase_spans import PhaseSpan, PhaseSpans, phase_of
 from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, measured_window
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Kind, Phase
+from memcallback.core.validation import described
 from memcallback.devices.meters import Meter
 from memcallback.record.sampling import Sampling
 from memcallback.step.copies.optimizers import unwrapped
@@ -25,6 +26,32 @@ from memcallback.step.module_follower import ModuleFollower, module_infos
 
 Models = nn.Module | Iterable[nn.Module]
 Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def _several(
+    given: Any, is_right: Callable[[object], bool], name: str, kind: str, example: str
+) -> list[Any]:
+    """What was given alone or in a container, as a list, after a check."""
+    if given is None or is_right(given):
+        return [] if given is None else [given]
+    is_container = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
+    items = list(given) if is_container else [given]
+    for item in items:
+        if not is_right(item):
+            raise TypeError(
+                f"{name} must be {kind}, or several of them, got {described(item)}. Give {example}."
+            )
+    return items
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _is_optimizer(value: object) -> bool:
+    """Whether it is an optimizer, in a wrapper or not, that tells of its updates."""
+    inner = unwrapped(value)
+    return not isinstance(inner, type) and callable(getattr(inner, "register_step_post_hook", None))
 
 
 class Followed:
@@ -40,12 +67,19 @@ class Followed:
 
     def add(self, models: Models | None, optimizers: Optimizers | None) -> None:
         """Follow more of them, each once; updates of these optimizers are counted."""
-        for model in [models] if isinstance(models, nn.Module) else models or ():
+        given = _several(models, _is_module, "model", "a torch.nn.Module", "MemoryRecorder(model)")
+        added = _several(
+            optimizers,
+            _is_optimizer,
+            "optimizer",
+            "an optimizer",
+            "MemoryRecorder(model, torch.optim.AdamW(model.parameters()))",
+        )
+        for model in given:
             if all(model is not known for known in self.models):
                 self.models.append(model)
         self._infos = None
-        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers or ()
-        for optimizer in map(unwrapped, given):
+        for optimizer in map(unwrapped, added):
             if all(optimizer is not known for known in self.optimizers):
                 self.optimizers.append(optimizer)
                 self._hooks.append(optimizer.register_step_post_hook(self._sampling.on_update))

@@ -62,7 +62,7 @@ class MemoryRecorder(StepRecorder):
 
     Raises:
         ValueError: If `sample_every_n_steps` is below 1.
-        TypeError: If it is not a whole number.
+        TypeError: If it is not a whole number, if a model is no module, or if an optimizer is none.
         MeterUnavailableError: If the device cannot be read. It is a `RuntimeError`, of
             `memcallback.devices.meters`.
 
@@ -163,7 +163,8 @@ class MemoryRecorder(StepRecorder):
 
         Raises:
             ValueError: If there is no model, or the batch size is below 1.
-            TypeError: If the batch size is not a whole number.
+            TypeError: If the batch size is not a whole number, if a model is no module, or if an
+                optimizer is none.
 
         Examples:
             >>> model = torch.nn.Linear(10, 1)

@@ -251,6 +251,22 @@ def test_a_sampling_interval_below_one_is_refused(parts):
         MemoryRecorder(*parts, sample_every_n_steps=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("model",), "model must be a torch.nn.Module, or several of them, got 'model'"),
+        (([nn.Linear(1, 1), 3],), "model must be a torch.nn.Module, or several of them, got 3"),
+        ((nn.Linear(1, 1), "sgd"), "optimizer must be an optimizer, or several .* got 'sgd'"),
+        ((nn.Linear(1, 1), torch.optim.SGD), "optimizer must be .* got the class SGD"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(given, message):
+    with pytest.raises(TypeError, match=message):
+        MemoryRecorder(*given)
+    with pytest.raises(TypeError, match=message):
+        MemoryRecorder().watch(*given)
+
+
 def test_closing_takes_back_the_hooks(parts):
     model, optimizer = parts
     recorder = MemoryRecorder(model, optimizer)
