@@ -170,7 +170,8 @@ def _attempt(
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
     code = CompiledCode(mode, request.training, compiles=request.compiles)
-    program = untouched_program(request.step.functions_to_copy())
+    kinds = map(type, request.step.model.modules())
+    program = untouched_program([*request.step.functions_to_copy(), *kinds])
     try:
         with program if request.restores_program else nullcontext():
             result = _run(replace(request, compiles=code.compiles), mode, code, rank)

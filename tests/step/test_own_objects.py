@@ -1,9 +1,11 @@
 """What the user's own objects are and hold is put back after each attempt to trace a step."""
 
 import enum
+import importlib
+import sys
 import weakref
-from collections import OrderedDict
-from functools import partial
+from collections import Counter, OrderedDict, namedtuple
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -185,6 +187,114 @@ def test_variables_of_closures_that_objects_hold_come_back():
     with untouched_program([lambda: holder]):
         holder.counts()
     assert holder.counts() == (1, [1])
+
+
+class Attributes(dict):
+    """A dictionary that is its own attributes."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Guarded:
+    """Says itself what its attributes are."""
+
+    @property
+    def __dict__(self):
+        OPENED.append(True)
+        return {}
+
+
+CONFIG, GUARDED = Attributes(rate=0.1), Guarded()
+
+
+def test_objects_with_attributes_of_another_kind_are_left_alone():
+    with untouched_program([lambda: (CONFIG, GUARDED)]):
+        CONFIG.rate = 0.2
+    assert CONFIG.rate == 0.2
+    assert not OPENED
+
+
+def remembers_in_a_default(number, cache={}):  # noqa: B006  # as programs do
+    return cache.setdefault("number", number)
+
+
+def memorized(function):
+    kept = {}
+
+    def wrapped(number):
+        return kept.setdefault("number", function(number))
+
+    return wrapped
+
+
+@memorized
+def remembers_in_a_closure(number):
+    return number
+
+
+@lru_cache
+def remembers_in_a_cache():
+    return len(MADE)
+
+
+def remembers_in_itself(number):
+    remembers_in_itself.number = getattr(remembers_in_itself, "number", number)
+    return remembers_in_itself.number
+
+
+class WithMethods(nn.Module):
+    """Its methods keep something, too."""
+
+    forward = staticmethod(memorized(lambda number: number))
+
+
+class Row(namedtuple("Row", "kept")):
+    """A tuple with attributes."""
+
+
+ROW, COUNTS, MADE, MODULES = Row([]), Counter(), [], sys.modules
+CACHED = Settings()
+CACHED.made, CACHED.number = lru_cache(lambda number: object()), 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        remembers_in_a_default,
+        remembers_in_a_closure,
+        remembers_in_itself,
+        WithMethods.forward,
+    ],
+)
+def test_what_global_functions_and_methods_keep_is_put_back(function):
+    with untouched_program():
+        assert function(1) == 1
+    with untouched_program():
+        assert function(2) == 2
+
+
+def test_caches_counters_and_tuples_are_put_back():
+    with untouched_program():
+        remembers_in_a_cache()
+        CACHED.made(1)
+        CACHED.__dict__ = CACHED.__dict__ | {"number": 1}
+        ROW.kept.append(1)
+        COUNTS["calls"] += 1
+        imported = importlib.import_module("wave")
+    assert remembers_in_a_cache.cache_info().currsize == 0
+    assert (CACHED.number, CACHED.made.cache_info().currsize) == (0, 0)
+    assert ROW.kept == []
+    assert COUNTS == {}
+    assert MODULES["wave"] is imported
+
+
+def test_objects_behind_very_many_others_are_put_back():
+    many = [[SimpleNamespace(rows=[0]) for _ in range(1000)] for _ in range(40)]
+    with untouched_program([*many, REMEMBERS]):
+        REMEMBERS.last = 1
+    assert REMEMBERS.last is None
 
 
 OPENED = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
@@ -21,7 +21,7 @@ _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 MAX_ITEMS = 10_000
 #: Containers whose contents are restored. Those of one's own classes are not: their methods may do
 #: anything.
-WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
+WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 def hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
@@ -175,7 +175,7 @@ def fresh(value: Any) -> Any:
         return value
     copied = copy.copy(value)
     if isinstance(copied, dict):
-        copied.update((key, fresh(item)) for key, item in value.items())
+        dict.update(copied, ((key, fresh(item)) for key, item in value.items()))
     elif isinstance(copied, (list, deque)):
         copied.clear()
         copied.extend(map(fresh, value))

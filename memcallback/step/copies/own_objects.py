@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -29,71 +36,110 @@ from memcallback.step.copies.functions import (
 
 #: What is in a container with more is data, and is not looked at.
 _MAX_HELD = 1000
-#: Objects that are looked at from one variable on.
-_MAX_OBJECTS = 10_000
+#: Objects that are looked at from one variable on; after so many in all, fewer.
+_MAX_OBJECTS, _MANY_OBJECTS, _MAX_OF_MANY = 2000, 20_000, 100
+#: How Python itself gives an object's attributes.
+_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 #: A trace makes copies of what modules and optimizers keep.
 _NOT_OWN = (type, ModuleType, FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+_LRU_CACHE: Any = type(lru_cache(len))
+_FUNCTIONS = (FunctionType, MethodType, partial, _LRU_CACHE, staticmethod, classmethod, property)
+_LEAD = (*_FUNCTIONS, *WRITABLE)
 
 
 @contextmanager
-def untouched_objects(roots: Iterable[object], spaces: Collection[int]) -> Iterator[None]:
+def untouched_objects(
+    roots: Iterable[object], spaces: Collection[int], variables: Collection[int] = ()
+) -> Iterator[None]:
     """Restore at the end what the values lead to: objects of the user's classes, and containers.
 
-    And variables of closures. Counters, lists and kept tensors are then as they were. `spaces` are
-    the ids of modules' namespaces, which stay as they are. No code of the user's runs. For a
-    process without other threads.
+    And variables of closures, and caches. Counters, lists and kept tensors are then as they were.
+    `spaces` are the ids of modules' namespaces, which stay as they are; the values of those among
+    `variables` are roots. No code of the user's runs, but for the equality of keys. For a process
+    without other threads.
     """
     seen: dict[int, object] = {}
-    containers: list[tuple[Any, Any]] = []
-    cells: list[tuple[CellType, object]] = []
+    restores: list[Callable[[], object]] = []
     for root in roots:
         if not _leads_on(root):
             continue
-        value: Any
-        for value in islice(walk([root], _held, seen), _MAX_OBJECTS):
-            if type(value) is FunctionType:
-                cells += [(cell, cell_contents(cell)) for cell in value.__closure__ or ()]
-            if is_writable(value) and id(value) not in spaces and len(value) <= MAX_ITEMS:
-                containers.append((value, copy.copy(value)))
+        most = _MAX_OBJECTS if len(seen) < _MANY_OBJECTS else _MAX_OF_MANY
+        for value in islice(walk([root], partial(_held, variables), seen), most):
+            if id(value) not in spaces:
+                with PassOver():  # keys of a class that cannot be hashed again
+                    restores += _restores_of(value)
     try:
         yield
     finally:
-        for cell, contents in cells:
-            restore_cell(cell, contents)
-        for container, before in containers:
-            restore_container(container, before)
+        for restore in restores:
+            with PassOver():
+                restore()
 
 
-def _held(value: Any) -> list[Any]:
+def _restores_of(value: Any) -> Iterator[Callable[[], object]]:
+    """What restores a container, a cache, the variables of a closure, or an object."""
+    kind = type(value)
+    if is_writable(value):
+        if len(value) <= MAX_ITEMS:
+            yield partial(restore_container, value, copy.copy(value))
+    elif kind is _LRU_CACHE:
+        code = getattr(value.__wrapped__, "__code__", None)
+        if code is not None and not is_library(code.co_filename):
+            yield partial(_empty_if_grown, value, value.cache_info().currsize)
+    elif kind is FunctionType:
+        for cell in value.__closure__ or ():
+            yield partial(restore_cell, cell, cell_contents(cell))
+    elif (own := _own_attributes(value)) is not None:
+        yield partial(_give_attributes, value, own)
+
+
+def _empty_if_grown(cache: Any, size: int) -> None:
+    """What a cache has taken in is in no list: it forgets all, and computes it again when asked."""
+    if cache.cache_info().currsize != size:
+        cache.cache_clear()
+
+
+def _give_attributes(value: object, own: dict[str, Any]) -> None:
+    """Give an object its own dictionary again, whose contents are restored as a container's."""
+    if _own_attributes(value) is not own:
+        object.__setattr__(value, "__dict__", own)
+
+
+def _held(variables: Collection[int], value: Any) -> list[Any]:
     """What leads to others, of what a value holds."""
     kind = type(value)
-    held: Iterable[Any]
+    held: list[Any] = []
     if (own := _own_attributes(value)) is not None:
         held = [own]
-    elif is_writable(value) or issubclass(kind, tuple):
-        held = () if len(value) > _MAX_HELD else _items(value)
+    if is_writable(value) or issubclass(kind, tuple):
+        held += () if len(value) > _MAX_HELD else _items(value)
     elif issubclass(kind, type):
-        # Its methods lead to what is among the global variables itself.
-        attributes = type.__getattribute__(value, "__dict__").values()
-        held = [item for item in attributes if type(item) is not FunctionType]
+        attributes = type.__getattribute__(value, "__dict__")
+        held = [*attributes.values(), *type.__getattribute__(value, "__bases__")]
     elif kind is FunctionType:
-        is_own = not is_library(value.__code__.co_filename)
-        held = [vars(value), *(outer_variables(value) if is_own else _closed(value))]
+        is_known = is_library(value.__code__.co_filename) or id(value.__globals__) in variables
+        held = [vars(value), *(_closed(value) if is_known else outer_variables(value))]
     elif kind is MethodType:
         held = [value.__self__, value.__func__]
-    else:
+    elif kind is partial:
         held = [value.func, *value.args, *value.keywords.values()]
+    elif kind is _LRU_CACHE:
+        held = [value.__wrapped__]
+    elif any(kind is each for each in (staticmethod, classmethod)):
+        held = [value.__func__]
+    elif kind is property:
+        held = [value.fget]
     return [*filter(_leads_on, held)]
 
 
 def _items(container: Any) -> Iterable[Any]:
     if issubclass(type(container), tuple):
         return tuple.__iter__(container)
-    return [*container.values()] if isinstance(container, dict) else container
+    return [*dict.values(container)] if isinstance(container, dict) else container
 
 
 def _closed(function: FunctionType) -> list[object]:
-    """What a function that a library made holds: the user's own, where it wraps that."""
+    """What a function holds beside global variables."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return [*map(cell_contents, function.__closure__ or ()), *defaults]
 
@@ -101,7 +147,7 @@ def _closed(function: FunctionType) -> list[object]:
 def _leads_on(value: object) -> bool:
     """Whether a value is restored, or may lead to one that is."""
     kind = type(value)
-    if issubclass(kind, tuple):
+    if issubclass(kind, tuple) and not _is_own_class(kind):
         items: Any = value
         has_few = tuple.__len__(items) <= _MAX_HELD
         return has_few and any(_kind_leads_on(type(item)) for item in tuple.__iter__(items))
@@ -113,8 +159,8 @@ def _leads_on(value: object) -> bool:
 @by_class
 def _kind_leads_on(kind: type) -> bool:
     """Whether values of a class may lead to one that is restored."""
-    lead = (FunctionType, MethodType, partial, *WRITABLE)  # `in` would ask a class for equality
-    return any(kind is each for each in lead) or issubclass(kind, tuple) or _is_own_class(kind)
+    # `in` would ask a class whether it is equal.
+    return any(kind is each for each in _LEAD) or issubclass(kind, tuple) or _is_own_class(kind)
 
 
 def _own_attributes(value: object) -> dict[str, Any] | None:
@@ -131,6 +177,11 @@ def _is_own_class(kind: type) -> bool:
     """Whether a class with attributes is of the user's files; so is a `SimpleNamespace`."""
     if issubclass(kind, _NOT_OWN) or not type.__getattribute__(kind, "__dictoffset__"):
         return False
+    mro = type.__getattribute__(kind, "__mro__")
+    spaces = (type.__getattribute__(base, "__dict__") for base in mro)
+    given = [space["__dict__"] for space in spaces if "__dict__" in space]
+    if not all(issubclass(type(each), _DESCRIPTORS) for each in given):
+        return False  # a property of the user's would run
     return kind is SimpleNamespace or _is_of_user(kind)
 
 

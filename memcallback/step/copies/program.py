@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from memcallback.core.code_lines import is_framework, is_library
@@ -36,9 +36,12 @@ def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
     # Namespaces are restored by name: whoever empties one of them takes Python's own names away.
     spaces = {
         id(vars(module)) for module in list(sys.modules.values()) if type(module) is ModuleType
-    }
+    } | {id(sys.modules)}
     known, modules = set(sys.modules), _with_files(sys.modules)
     own = [module for module, file in modules if not is_library(file)]
+    main = sys.modules.get("__main__")
+    if type(main) is ModuleType and "__file__" not in vars(main):  # a notebook, `python -c`
+        own.append(main)
     restores = [restore for module in own for restore in _of_namespace(module)]
     # Of PyTorch, Lightning and Python itself nothing is restored.
     seen = set(spaces)
@@ -48,15 +51,10 @@ def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
         if is_library(file) and not is_framework(file)
         for restore in _of_caches(module, seen)
     ]
-    # A function that the step calls leads to what a global one refers to.
-    variables = [
-        value
-        for module in own
-        for value in vars(module).values()
-        if type(value) is not FunctionType
-    ]
+    values = [value for module in own for value in vars(module).values()]
+    variables = {id(vars(module)) for module in own}
     try:
-        with untouched_objects([*functions, *variables], spaces):
+        with untouched_objects([*functions, *values], spaces, variables):
             yield
     finally:
         # What they have registered as they were imported is put back as well.
@@ -121,13 +119,11 @@ def _holds_fakes(value: object) -> bool:
 
 
 def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
-    """Restore the variables of a module or class, its caches, and its own classes' variables."""
+    """Restore the variables of a module or class, and those of its own classes."""
     before = dict(vars(owner))
     yield lambda: _restore_names(owner, before)
     for value in before.values():
-        if issubclass(type(value), _LRU_CACHE):
-            yield _of_cache(value)
-        elif issubclass(type(value), type) and value.__module__ == _name_of(owner):
+        if issubclass(type(value), type) and value.__module__ == _name_of(owner):
             yield from _of_namespace(value)
 
 
@@ -145,14 +141,3 @@ def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
         if now.get(name) is not value:
             with suppress(AttributeError, TypeError):
                 setattr(owner, name, value)
-
-
-def _of_cache(cache: Any) -> _Restore:
-    """What a cache has taken in is in no list: it forgets all, and computes it again when asked."""
-    size = cache.cache_info().currsize
-
-    def restore() -> None:
-        if cache.cache_info().currsize != size:
-            cache.cache_clear()
-
-    return restore
