@@ -122,7 +122,8 @@ def pytest_addoption(parser):
         "--part",
         type=part,
         metavar="NUMBER/TOTAL",
-        help="run the files of one part of so many, which take about as long as one another",
+        help="run the files of one part of so many, which take about as long as one another; fewer "
+        "files than parts leave parts empty",
     )
     parser.addoption(
         "--num-programs",

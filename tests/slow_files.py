@@ -1,4 +1,4 @@
-"""The files that `pytest --quick` leaves out, with the seconds that each takes: more than 6 in a
+"""The files that `pytest --quick` leaves out, with the seconds that each takes: 6 or more in a
 whole run on two cores, 2026-11-29.
 
 They start programs or processes of their own, train whole, or trace many steps. Every run begins

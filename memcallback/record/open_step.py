@@ -35,12 +35,13 @@ def _several(
     if given is None or is_right(given):
         return [] if given is None else [given]
     is_container = isinstance(given, Iterable) and not isinstance(given, (str, bytes, type))
-    items = list(given) if is_container else [given]
-    for item in items:
+    items = []
+    for item in given if is_container else [given]:  # the first of a whole loader is wrong
         if not is_right(item):
             raise TypeError(
                 f"{name} must be {kind}, or several of them, got {described(item)}. Give {example}."
             )
+        items.append(item)
     return items
 
 

@@ -267,6 +267,13 @@ def test_what_is_no_model_or_optimizer_is_refused(given, message):
         MemoryRecorder().watch(*given)
 
 
+def test_a_loader_in_the_place_of_an_optimizer_is_not_loaded():
+    loader = iter([torch.zeros(1), torch.ones(1)])
+    with pytest.raises(TypeError, match="optimizer must be an optimizer"):
+        MemoryRecorder(nn.Linear(1, 1), loader)
+    assert next(loader) == 1
+
+
 def test_closing_takes_back_the_hooks(parts):
     model, optimizer = parts
     recorder = MemoryRecorder(model, optimizer)

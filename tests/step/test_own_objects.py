@@ -290,6 +290,81 @@ def test_caches_counters_and_tuples_are_put_back():
     assert MODULES["wave"] is imported
 
 
+@lru_cache(maxsize=1)
+def replaces_its_entry(number):
+    return number
+
+
+@lru_cache
+@torch.no_grad()
+def decorated(number):
+    return number
+
+
+def test_caches_of_decorated_functions_and_full_ones_are_emptied():
+    replaces_its_entry(1)
+    with untouched_program():
+        replaces_its_entry(2)
+        decorated(2)
+    assert replaces_its_entry.cache_info().currsize == 0
+    assert decorated.cache_info().currsize == 0
+
+
+def test_what_a_library_registers_stays(tmp_path, monkeypatch):
+    package = tmp_path / "site-packages" / "shows_things"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import functools\n@functools.singledispatch\ndef show(it):\n    return 'default'\n"
+    )
+    (package / "plugin.py").write_text(
+        "from shows_things import show\n@show.register\ndef _(it: int):\n    return 'int'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    show = importlib.import_module("shows_things").show
+    holder = SimpleNamespace(show=show)
+    with untouched_program([show, lambda: holder]):
+        importlib.import_module("shows_things.plugin")
+    assert show(3) == "int"
+    for name in ("shows_things", "shows_things.plugin"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+class Refuses(type):
+    """A class of it says itself what it has."""
+
+    @property
+    def __dict__(cls):
+        raise RuntimeError("nothing")
+
+    def __delattr__(cls, name):
+        raise RuntimeError("it stays")
+
+
+class Refusing(metaclass=Refuses):
+    """Its attributes cannot be taken away."""
+
+
+class Endless(namedtuple("Endless", "kept")):
+    """A tuple that does not say how long it is."""
+
+    def __len__(self):
+        raise RuntimeError("no end")
+
+
+ENDLESS, UNWRAPPED = Endless([]), lru_cache(lambda: 1)
+del UNWRAPPED.__wrapped__
+
+
+def test_what_cannot_be_read_or_put_back_leaves_the_rest_alone():
+    with untouched_program([lambda: (Refusing, ENDLESS, UNWRAPPED)]):
+        Refusing.more = 1
+        ENDLESS.kept.append(1)
+        REMEMBERS.last = 1
+    assert REMEMBERS.last is None
+    assert ENDLESS.kept == []
+
+
 def test_objects_behind_very_many_others_are_put_back():
     many = [[SimpleNamespace(rows=[0]) for _ in range(1000)] for _ in range(40)]
     with untouched_program([*many, REMEMBERS]):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
@@ -23,7 +24,8 @@ import torch
 from memcallback.core.by_class import by_class
 from memcallback.core.code_lines import is_library
 from memcallback.core.interruptions import PassOver
-from memcallback.core.tensors import walk
+from memcallback.core.tensors import tensors_in, walk
+from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.functions import (
     MAX_ITEMS,
     WRITABLE,
@@ -42,8 +44,8 @@ _MAX_OBJECTS, _MANY_OBJECTS, _MAX_OF_MANY = 2000, 20_000, 100
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 #: A trace makes copies of what modules and optimizers keep.
 _NOT_OWN = (type, ModuleType, FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
-_LRU_CACHE: Any = type(lru_cache(len))
-_FUNCTIONS = (FunctionType, MethodType, partial, _LRU_CACHE, staticmethod, classmethod, property)
+LRU_CACHE: Any = type(lru_cache(len))
+_FUNCTIONS = (FunctionType, MethodType, partial, LRU_CACHE, staticmethod, classmethod, property)
 _LEAD = (*_FUNCTIONS, *WRITABLE)
 
 
@@ -55,18 +57,22 @@ def untouched_objects(
 
     And variables of closures, and caches. Counters, lists and kept tensors are then as they were.
     `spaces` are the ids of modules' namespaces, which stay as they are; the values of those among
-    `variables` are roots. No code of the user's runs, but for the equality of keys. For a process
-    without other threads.
+    `variables` are roots. No code of the user's runs but that of keys and of objects that go. For a
+    process without other threads.
     """
     seen: dict[int, object] = {}
     restores: list[Callable[[], object]] = []
+
+    def held(value: object) -> list[Any]:
+        with PassOver():  # classes can make anything fail
+            return _held(value, variables)
+        return []
+
     for root in roots:
-        if not _leads_on(root):
-            continue
         most = _MAX_OBJECTS if len(seen) < _MANY_OBJECTS else _MAX_OF_MANY
-        for value in islice(walk([root], partial(_held, variables), seen), most):
+        for value in islice(walk(held((root,)), held, seen), most):
             if id(value) not in spaces:
-                with PassOver():  # keys of a class that cannot be hashed again
+                with PassOver():
                     restores += _restores_of(value)
     try:
         yield
@@ -82,21 +88,36 @@ def _restores_of(value: Any) -> Iterator[Callable[[], object]]:
     if is_writable(value):
         if len(value) <= MAX_ITEMS:
             yield partial(restore_container, value, copy.copy(value))
-    elif kind is _LRU_CACHE:
-        code = getattr(value.__wrapped__, "__code__", None)
-        if code is not None and not is_library(code.co_filename):
-            yield partial(_empty_if_grown, value, value.cache_info().currsize)
-    elif kind is FunctionType:
+    elif kind is LRU_CACHE:
+        name = vars(value).get("__module__")
+        yield emptied_if_grown(value, is_own=isinstance(name, str) and _is_users_module(name))
+    elif kind is FunctionType and not is_library(value.__code__.co_filename):
         for cell in value.__closure__ or ():
             yield partial(restore_cell, cell, cell_contents(cell))
     elif (own := _own_attributes(value)) is not None:
         yield partial(_give_attributes, value, own)
 
 
-def _empty_if_grown(cache: Any, size: int) -> None:
-    """What a cache has taken in is in no list: it forgets all, and computes it again when asked."""
-    if cache.cache_info().currsize != size:
-        cache.cache_clear()
+def emptied_if_grown(cache: Any, *, is_own: bool) -> Callable[[], object]:
+    """What empties a cache of functools that has taken something in; a library's only of fakes.
+
+    What it has taken in is in no list: it forgets all, and computes it again when asked.
+    """
+    misses_before = cache.cache_info().misses
+
+    def restore() -> None:
+        # Most have taken nothing in, and what is in some is large.
+        if cache.cache_info().misses == misses_before:
+            return
+        if is_own or any(map(holds_fakes, gc.get_referents(cache))):
+            cache.cache_clear()
+
+    return restore
+
+
+def holds_fakes(value: object) -> bool:
+    """Whether a fake tensor is in a value."""
+    return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
 
 
 def _give_attributes(value: object, own: dict[str, Any]) -> None:
@@ -105,26 +126,30 @@ def _give_attributes(value: object, own: dict[str, Any]) -> None:
         object.__setattr__(value, "__dict__", own)
 
 
-def _held(variables: Collection[int], value: Any) -> list[Any]:
+def _held(value: Any, variables: Collection[int]) -> list[Any]:
     """What leads to others, of what a value holds."""
     kind = type(value)
     held: list[Any] = []
     if (own := _own_attributes(value)) is not None:
         held = [own]
     if is_writable(value) or issubclass(kind, tuple):
-        held += () if len(value) > _MAX_HELD else _items(value)
+        items = _items(value)
+        held += items if len(items) <= _MAX_HELD else ()
     elif issubclass(kind, type):
-        attributes = type.__getattribute__(value, "__dict__")
-        held = [*attributes.values(), *type.__getattribute__(value, "__bases__")]
+        held = [*namespace_of(value).values(), *type.__dict__["__bases__"].__get__(value)]
+    elif kind is FunctionType and is_library(value.__code__.co_filename):
+        # What it keeps is the library's, but for a function or object of the user's inside.
+        inner = [*vars(value).values(), *_closed(value)]
+        held = [one for one in inner if not is_writable(one)]
     elif kind is FunctionType:
-        is_known = is_library(value.__code__.co_filename) or id(value.__globals__) in variables
+        is_known = id(value.__globals__) in variables
         held = [vars(value), *(_closed(value) if is_known else outer_variables(value))]
     elif kind is MethodType:
         held = [value.__self__, value.__func__]
     elif kind is partial:
         held = [value.func, *value.args, *value.keywords.values()]
-    elif kind is _LRU_CACHE:
-        held = [value.__wrapped__]
+    elif kind is LRU_CACHE:
+        held = [vars(value).get("__wrapped__")]
     elif any(kind is each for each in (staticmethod, classmethod)):
         held = [value.__func__]
     elif kind is property:
@@ -132,10 +157,10 @@ def _held(variables: Collection[int], value: Any) -> list[Any]:
     return [*filter(_leads_on, held)]
 
 
-def _items(container: Any) -> Iterable[Any]:
+def _items(container: Any) -> list[Any]:
     if issubclass(type(container), tuple):
-        return tuple.__iter__(container)
-    return [*dict.values(container)] if isinstance(container, dict) else container
+        return [*tuple.__iter__(container)]
+    return [*dict.values(container)] if isinstance(container, dict) else [*container]
 
 
 def _closed(function: FunctionType) -> list[object]:
@@ -175,10 +200,10 @@ def _own_attributes(value: object) -> dict[str, Any] | None:
 @by_class
 def _is_own_class(kind: type) -> bool:
     """Whether a class with attributes is of the user's files; so is a `SimpleNamespace`."""
-    if issubclass(kind, _NOT_OWN) or not type.__getattribute__(kind, "__dictoffset__"):
+    if issubclass(kind, _NOT_OWN) or not type.__dict__["__dictoffset__"].__get__(kind):
         return False
-    mro = type.__getattribute__(kind, "__mro__")
-    spaces = (type.__getattribute__(base, "__dict__") for base in mro)
+    # Past what a metaclass of the user's says.
+    spaces = [namespace_of(base) for base in type.__dict__["__mro__"].__get__(kind)]
     given = [space["__dict__"] for space in spaces if "__dict__" in space]
     if not all(issubclass(type(each), _DESCRIPTORS) for each in given):
         return False  # a property of the user's would run
@@ -188,11 +213,24 @@ def _is_own_class(kind: type) -> bool:
 @by_class
 def _is_of_user(kind: type) -> bool:
     """Whether a class is of the user's files, of a notebook, or of a module that is in no list."""
-    with PassOver():  # a class may have anything as its module
-        name = type.__getattribute__(kind, "__module__")
-        module = sys.modules.get(name)
-        file = None if module is None else vars(module).get("__file__")
-        if file is not None:
-            return not is_library(file)
-        return name.partition(".")[0] not in sys.stdlib_module_names
-    return False
+    name = module_of(kind)
+    return isinstance(name, str) and _is_users_module(name)
+
+
+def namespace_of(kind: type) -> Mapping[str, Any]:
+    """The attributes of a class itself."""
+    space: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
+    return space
+
+
+def module_of(kind: type) -> object:
+    """The name of a class's module; a class may have anything there."""
+    return type.__dict__["__module__"].__get__(kind)
+
+
+def _is_users_module(name: str) -> bool:
+    module = sys.modules.get(name)
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    if isinstance(file, str):
+        return not is_library(file)
+    return name.partition(".")[0] not in sys.stdlib_module_names

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from memcallback.core.code_lines import is_framework, is_library
-from memcallback.core.tensors import tensors_in
-from memcallback.core.torch_private import FakeTensor
-from memcallback.step.copies.own_objects import untouched_objects
+from memcallback.core.interruptions import PassOver
+from memcallback.step.copies.own_objects import (
+    LRU_CACHE,
+    emptied_if_grown,
+    holds_fakes,
+    module_of,
+    namespace_of,
+    untouched_objects,
+)
 
 #: A dictionary of a library with more in it is a table rather than a cache.
 _MAX_CACHED = 1000
-_LRU_CACHE: Any = type(functools.lru_cache(len))
 _ABSENT = object()
 _Restore = Callable[[], object]
 
@@ -62,7 +64,8 @@ def untouched_program(functions: Iterable[object] = ()) -> Iterator[None]:
             if module.__name__ not in known and not is_library(file):
                 sys.modules.pop(module.__name__, None)
         for restore in restores:
-            restore()
+            with PassOver():
+                restore()
 
 
 def own_modules() -> list[ModuleType]:
@@ -86,8 +89,8 @@ def _of_caches(module: ModuleType, seen: set[int]) -> Iterator[_Restore]:
     Other entries stay: what they stand for, such as an operator that is registered, stays too.
     """
     for value in vars(module).values():
-        if issubclass(type(value), _LRU_CACHE):
-            yield partial(_clear_of_fakes, value, value.cache_info().misses)
+        if type(value) is LRU_CACHE:
+            yield emptied_if_grown(value, is_own=False)
         elif type(value) is dict and len(value) <= _MAX_CACHED and id(value) not in seen:
             seen.add(id(value))
             yield _of_growth(value)
@@ -98,7 +101,7 @@ def _of_growth(cache: dict[Any, Any]) -> _Restore:
 
     def restore() -> None:
         for key, value in list(cache.items()):
-            if before.get(key, _ABSENT) is not value and _holds_fakes(value):
+            if before.get(key, _ABSENT) is not value and holds_fakes(value):
                 if key in before:
                     cache[key] = before[key]
                 else:
@@ -107,24 +110,17 @@ def _of_growth(cache: dict[Any, Any]) -> _Restore:
     return restore
 
 
-def _clear_of_fakes(cache: Any, misses_before: int) -> None:
-    # Most have taken nothing in, and what is in some is large.
-    has_new = cache.cache_info().misses != misses_before
-    if has_new and any(map(_holds_fakes, gc.get_referents(cache))):
-        cache.cache_clear()
-
-
-def _holds_fakes(value: object) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value))
-
-
 def _of_namespace(owner: ModuleType | type) -> Iterator[_Restore]:
     """Restore the variables of a module or class, and those of its own classes."""
-    before = dict(vars(owner))
+    before = dict(_names_in(owner))
     yield lambda: _restore_names(owner, before)
     for value in before.values():
-        if issubclass(type(value), type) and value.__module__ == _name_of(owner):
+        if issubclass(type(value), type) and module_of(value) == _name_of(owner):
             yield from _of_namespace(value)
+
+
+def _names_in(owner: ModuleType | type) -> Mapping[str, Any]:
+    return vars(owner) if isinstance(owner, ModuleType) else namespace_of(owner)
 
 
 def _name_of(owner: ModuleType | type) -> str | None:
@@ -133,11 +129,11 @@ def _name_of(owner: ModuleType | type) -> str | None:
 
 
 def _restore_names(owner: ModuleType | type, before: dict[str, Any]) -> None:
-    now = vars(owner)
+    now = _names_in(owner)
     for name in [name for name in now if name not in before]:
-        with suppress(AttributeError, TypeError):  # attributes that a class guards
+        with PassOver():  # attributes that a class guards
             delattr(owner, name)
     for name, value in before.items():
         if now.get(name) is not value:
-            with suppress(AttributeError, TypeError):
+            with PassOver():
                 setattr(owner, name, value)
