@@ -170,10 +170,10 @@ def _attempt(
     mode = TraceMode(Ledger(), request.device, request.bounds)
     mode.values.decide_shapes = request.takes_known_shapes
     code = CompiledCode(mode, request.training, compiles=request.compiles)
-    kinds = map(type, request.step.model.modules())
-    program = untouched_program([*request.step.functions_to_copy(), *kinds])
+    step = request.step
+    reached = [*step.functions_to_copy(), *map(type, step.model.modules())]
     try:
-        with program if request.restores_program else nullcontext():
+        with untouched_program(reached) if request.restores_program else nullcontext():
             result = _run(replace(request, compiles=code.compiles), mode, code, rank)
     except PredictionError as error:
         request.bounds.forget(num_chosen)

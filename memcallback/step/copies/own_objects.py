@@ -133,8 +133,9 @@ def _held(value: Any, variables: Collection[int]) -> list[Any]:
     if (own := _own_attributes(value)) is not None:
         held = [own]
     if is_writable(value) or issubclass(kind, tuple):
-        items = _items(value)
-        held += items if len(items) <= _MAX_HELD else ()
+        # A tuple of a class of the user's may say something else of its length.
+        size = tuple.__len__(value) if issubclass(kind, tuple) else len(value)
+        held += _items(value) if size <= _MAX_HELD else ()
     elif issubclass(kind, type):
         held = [*namespace_of(value).values(), *type.__dict__["__bases__"].__get__(value)]
     elif kind is FunctionType and is_library(value.__code__.co_filename):
