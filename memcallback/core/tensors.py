@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice, pairwise
-from types import MappingProxyType, ModuleType
+from types import GetSetDescriptorType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -143,12 +143,9 @@ def attributes(obj: object) -> dict[str, object]:
     """An object's own attributes, in `__dict__` and slots, read past its `__getattr__`."""
     values: dict[str, object] = {}
     kind: type = type(obj)
-    if _has_dict(kind):
-        with PassOver():  # a class may make even its __dict__ a property
-            own = object.__getattribute__(obj, "__dict__")
-            if type(own) is dict:
-                # Another thread may change it meanwhile; a copy is made at once.
-                values = {name: value for name, value in own.copy().items() if type(name) is str}
+    if (own := own_dict(obj)) is not None:
+        # Another thread may change it meanwhile; a copy is made at once.
+        values = {name: value for name, value in own.copy().items() if type(name) is str}
     for name in _slots(kind):
         member: Any = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
         with suppress(AttributeError):  # an empty slot
@@ -156,10 +153,29 @@ def attributes(obj: object) -> dict[str, object]:
     return values
 
 
+def own_dict(obj: object) -> dict[str, Any] | None:
+    """An object's `__dict__`; None if it has none, or its class says itself what is there."""
+    own: object = None
+    if has_dict(type(obj)):
+        with PassOver():  # a class in C may refuse
+            own = object.__getattribute__(obj, "__dict__")
+    return own if type(own) is dict else None
+
+
 @by_class
-def _has_dict(kind: type) -> bool:
-    """Whether objects of a class have a `__dict__`: most values of Python's own have none."""
-    return any("__dict__" in vars(base) for base in kind.__mro__)
+def has_dict(kind: type) -> bool:
+    """Whether objects of a class have a `__dict__` that Python gives: a property is user code."""
+    # Past what a metaclass says. Most values of Python's own have none.
+    spaces = map(namespace_of, type.__dict__["__mro__"].__get__(kind))
+    given = [space["__dict__"] for space in spaces if "__dict__" in space]
+    descriptors = (GetSetDescriptorType, MemberDescriptorType)
+    return bool(given) and all(issubclass(type(each), descriptors) for each in given)
+
+
+def namespace_of(kind: type) -> Mapping[str, Any]:
+    """The attributes of a class itself, past what its metaclass says."""
+    space: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
+    return space
 
 
 @by_class

@@ -56,6 +56,26 @@ def test_tensors_are_found_in_order_in_attributes_and_slots():
     assert [len(tensor) for tensor in tensors_in(batch)] == [1, 1, 2, 3]
 
 
+class Opens:
+    """Says itself what its attributes are, and notes that it was asked."""
+
+    __slots__ = ("kept", "opened")
+
+    def __init__(self):
+        self.opened, self.kept = [], torch.ones(2)
+
+    @property
+    def __dict__(self):
+        self.opened.append(True)
+        return {}
+
+
+def test_a_class_that_computes_its_attributes_is_not_asked_and_its_slots_are_read():
+    value = Opens()
+    assert [*tensors_in([value])] == [value.kept]
+    assert not value.opened
+
+
 def test_tensors_are_found_in_every_container_of_python():
     tensor = torch.ones(1)
     weak = weakref.WeakValueDictionary({1: tensor})

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from types import (
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -24,7 +22,7 @@ import torch
 from memcallback.core.by_class import by_class
 from memcallback.core.code_lines import is_library
 from memcallback.core.interruptions import PassOver
-from memcallback.core.tensors import tensors_in, walk
+from memcallback.core.tensors import has_dict, namespace_of, own_dict, tensors_in, walk
 from memcallback.core.torch_private import FakeTensor
 from memcallback.step.copies.functions import (
     MAX_ITEMS,
@@ -40,8 +38,6 @@ from memcallback.step.copies.functions import (
 _MAX_HELD = 1000
 #: Objects that are looked at from one variable on; after so many in all, fewer.
 _MAX_OBJECTS, _MANY_OBJECTS, _MAX_OF_MANY = 2000, 20_000, 100
-#: How Python itself gives an object's attributes.
-_DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
 #: A trace makes copies of what modules and optimizers keep.
 _NOT_OWN = (type, ModuleType, FunctionType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 LRU_CACHE: Any = type(lru_cache(len))
@@ -191,23 +187,14 @@ def _kind_leads_on(kind: type) -> bool:
 
 def _own_attributes(value: object) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's own classes; None for any other."""
-    own: object = None
-    if _is_own_class(type(value)):
-        with PassOver():  # there is none, or a class has something else there
-            own = object.__getattribute__(value, "__dict__")
-    return own if type(own) is dict else None
+    return own_dict(value) if _is_own_class(type(value)) else None
 
 
 @by_class
 def _is_own_class(kind: type) -> bool:
     """Whether a class with attributes is of the user's files; so is a `SimpleNamespace`."""
-    if issubclass(kind, _NOT_OWN) or not type.__dict__["__dictoffset__"].__get__(kind):
+    if issubclass(kind, _NOT_OWN) or not has_dict(kind):
         return False
-    # Past what a metaclass of the user's says.
-    spaces = [namespace_of(base) for base in type.__dict__["__mro__"].__get__(kind)]
-    given = [space["__dict__"] for space in spaces if "__dict__" in space]
-    if not all(issubclass(type(each), _DESCRIPTORS) for each in given):
-        return False  # a property of the user's would run
     return kind is SimpleNamespace or _is_of_user(kind)
 
 
@@ -216,12 +203,6 @@ def _is_of_user(kind: type) -> bool:
     """Whether a class is of the user's files, of a notebook, or of a module that is in no list."""
     name = module_of(kind)
     return isinstance(name, str) and _is_users_module(name)
-
-
-def namespace_of(kind: type) -> Mapping[str, Any]:
-    """The attributes of a class itself."""
-    space: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
-    return space
 
 
 def module_of(kind: type) -> object:

@@ -10,12 +10,12 @@ from typing import Any
 
 from memcallback.core.code_lines import is_framework, is_library
 from memcallback.core.interruptions import PassOver
+from memcallback.core.tensors import namespace_of
 from memcallback.step.copies.own_objects import (
     LRU_CACHE,
     emptied_if_grown,
     holds_fakes,
     module_of,
-    namespace_of,
     untouched_objects,
 )
 
