@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memcallback.core.tensors import walk
-from memcallback.step.copies.functions import contents_of, fresh
+from memcallback.step.copies.functions import attributes_with_own_containers, contents_of
 
 TRANSFER, AFTER_TRANSFER = "transfer_batch_to_device", "on_after_batch_transfer"
 
@@ -58,6 +58,6 @@ def stand_in(datamodule: Any, parts: Mapping[str, Any]) -> Any:
     It has containers of its own, which hooks may write to; what else is in them is shared.
     """
     copy = object.__new__(type(datamodule))
-    own = {name: fresh(value) for name, value in vars(datamodule).items()}
+    own = attributes_with_own_containers(datamodule)
     vars(copy).update({**own, **parts, "trainer": None})
     return copy

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import memcallback as mc
 from memcallback.step.copies.functions import untouched_variables
 from memcallback.step.copies.objects import fake_copy
 from memcallback.step.copies.resizing import resize_batch
@@ -130,3 +131,29 @@ def test_what_hooks_and_losses_write_to_is_as_it_was(mode):
 def test_a_batch_with_functions_is_resized(mode):
     batch = fake_copy({"x": torch.zeros(4, 3), "collate": lambda: None}, mode)
     assert resize_batch(batch, 4, 6)["x"].shape == (6, 3)
+
+
+class Remembers:
+    """A loss whose containers are one of them twice, and one that holds itself."""
+
+    def __init__(self, model):
+        self.model = model
+        self.first = self.second = []
+        self.tree = {"parent": None, "rows": self.first}
+        self.tree["parent"] = self.tree
+
+    def loss(self, model, batch):
+        assert self.first is self.second is self.tree["rows"]
+        assert self.tree is self.tree["parent"]
+        self.first.append(len(self.second))
+        self.tree["last"] = len(self.first)
+        return self.model(batch).sum()
+
+
+def test_containers_that_a_loss_has_twice_or_that_hold_themselves_are_so_in_its_copy():
+    model = nn.Linear(3, 4)
+    loss = Remembers(model)
+    step = mc.TrainingStep(model, torch.zeros(2, 3), loss=loss.loss)
+    mc.predict(step, device="H100", isolate=False)
+    assert loss.first == []
+    assert "last" not in loss.tree

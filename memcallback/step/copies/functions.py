@@ -84,7 +84,7 @@ class FunctionCopies:
         memo.update((id(shared), shared) for shared in self._shared)
         for owner in self._owners:
             copied = memo[id(owner)] = object.__new__(type(owner))
-            vars(copied).update((name, fresh(value)) for name, value in vars(owner).items())
+            vars(copied).update(attributes_with_own_containers(owner))
 
     def complete(self, memo: dict[int, Any]) -> None:
         """Fill the copies with the parts that were copied since."""
@@ -169,17 +169,32 @@ def is_writable(value: object) -> bool:
     return any(kind is each for each in WRITABLE)
 
 
-def fresh(value: Any) -> Any:
-    """A copy of a container, and of those in it, whose other contents are shared."""
-    if not is_writable(value) or len(value) > MAX_ITEMS:
-        return value
-    copied = copy.copy(value)
-    if isinstance(copied, dict):
-        dict.update(copied, ((key, fresh(item)) for key, item in value.items()))
-    elif isinstance(copied, (list, deque)):
-        copied.clear()
-        copied.extend(map(fresh, value))
-    return copied
+def attributes_with_own_containers(obj: object) -> dict[str, Any]:
+    """An object's attributes with copies of containers, and of those in them; the rest is shared.
+
+    A container that stands in several places, or in itself, does so in the copies.
+    """
+    copies: dict[int, Any] = {}
+    unread: list[Any] = []
+
+    def own(value: Any) -> Any:
+        if not is_writable(value) or len(value) > MAX_ITEMS:
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = copy.copy(value)
+            unread.append(copies[id(value)])
+        return copies[id(value)]
+
+    values = {name: own(value) for name, value in vars(obj).items()}
+    while unread:
+        container = unread.pop()
+        if isinstance(container, dict):
+            dict.update(container, {key: own(item) for key, item in container.items()})
+        elif isinstance(container, (list, deque)):
+            items = [*map(own, container)]
+            container.clear()
+            container.extend(items)
+    return values
 
 
 @contextmanager
