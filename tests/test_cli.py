@@ -192,9 +192,10 @@ def test_a_file_is_taken_as_its_module(tmp_path):
     assert main(["layers", f"{folder / 'filed_models.py'}:model", "--input", "2,3"]) == 0
 
 
-def test_a_file_that_is_not_there_is_said_so(capfd):
-    assert main(["layers", "deep/no_models.py:model", "--input", "2,3"]) == 2
-    assert "error: No module named 'deep.no_models'" in capfd.readouterr().err
+def test_a_file_that_is_not_there_is_said_so(tmp_path, capfd):
+    (tmp_path / "empty").mkdir()
+    assert main(["layers", "empty/no_models.py:model", "--input", "2,3"]) == 2
+    assert "error: No module named 'empty.no_models'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -836,7 +837,7 @@ def test_a_device_of_this_machine_that_is_not_there_is_said_so(tracing, monkeypa
     assert main(["predict", "some_steps:make_step", "--device", "cuda:0"]) == 2
     assert (
         "error: --device 'cuda:0' names a CUDA device of this machine, and this machine has none. "
-        "Name a card" in capfd.readouterr().err
+        "Give the name of a card" in capfd.readouterr().err
     )
 
 

@@ -94,8 +94,8 @@ def _local_device(device: torch.device | None) -> DeviceSpec:
             else f"{str(device)!r} names a CUDA device of this machine, and this machine has none."
         )
         raise ValueError(
-            f"{problem} Name a card, such as device='NVIDIA A100-SXM4-80GB', a size of memory, "
-            "such as device='24GiB', or device='cpu'."
+            f"{problem} Give the name of a card, such as 'NVIDIA A100-SXM4-80GB', a size of "
+            "memory, such as '24GiB', or 'cpu'."
         )
     device = torch.device("cuda") if device is None else device
     if device.type != "cuda" or torch.version.hip is not None:

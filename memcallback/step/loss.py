@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,20 @@ from memcallback.core.validation import cannot_take, described, kind_of, name_of
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The `loss` that the model returns (as transformers do for labels), or the outputs' sum."""
+_SUM = (
+    "No loss was given and the model returns none, so the sum of its outputs was taken. Your own "
+    "may need more memory: cross-entropy over a large vocabulary keeps several tensors of the "
+    "outputs' size. Give loss=lambda model, batch: ..."
+)
+
+
+def default_loss(
+    model: nn.Module, batch: Any, assumed: dict[str, None] | None = None
+) -> torch.Tensor:
+    """The `loss` that the model returns (as transformers do for labels), or the outputs' sum.
+
+    For a sum there is a caveat, which `assumed` gets.
+    """
     returned = model(**batch) if is_passed_by_name(model, batch) else model(batch)
     loss = (
         returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
@@ -31,7 +44,16 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "The model returned no floating-point tensor, so there is nothing to train. "
             "Give loss=lambda model, batch: ..."
         )
+    is_loss = len(outputs) == 1 and outputs[0].numel() == 1
+    if assumed is not None and not is_loss:
+        assumed[_SUM] = None
     return torch.stack([output.sum() for output in outputs]).sum()
+
+
+def saying_if_summed(loss: Loss, assumed: dict[str, None]) -> Loss:
+    """A loss; the default one then adds a caveat to `assumed` if it sums outputs."""
+    is_default: bool = loss is default_loss
+    return partial(default_loss, assumed=assumed) if is_default else loss
 
 
 def is_passed_by_name(model: nn.Module, batch: Any) -> bool:

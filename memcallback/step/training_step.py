@@ -42,9 +42,9 @@ class TrainingStep(Step):
         loss: A function of the model and the batch that returns the loss, a scalar tensor. By
             default `model(batch)` is called, or `model(**batch)` if the batch is a mapping whose
             keys are arguments of the model's `forward`. The loss is then the returned `loss`, as
-            transformers models return it, or else the sum of the returned floating-point tensors.
-            Give a list of losses, with as many optimizers,
-            for a step of several updates (a GAN).
+            transformers models return it, or else the sum of the returned floating-point tensors,
+            which a caveat says. Give a list of losses, with as many optimizers, for a step of
+            several updates (a GAN).
         optimizer: An optimizer of this model, several of them, or a function from parameters to a
             new one; None for none.
         precision: A Lightning precision: `32-true`, `16-mixed`, `bf16-mixed`, `16-true`,

@@ -226,6 +226,7 @@ class CopiedRun:
             marks=self.marks,
             device_type=self._device_type,
             reads=mode.placeholders.reads,
+            assumed=mode.assumed,
         )
         hooks = ExitStack()
         if step.keep_outputs == "last":

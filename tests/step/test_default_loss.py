@@ -94,6 +94,28 @@ def test_without_labels_the_outputs_are_summed():
     )
 
 
+class Squares(nn.Linear):
+    """A model that returns its loss itself."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "is_told"),
+    [
+        (nn.Linear(WIDTH, 4), torch.zeros(8, WIDTH), True),
+        (Tagger(), ids(has_labels=False), True),
+        (Tagger(), ids(), False),
+        (Squares(WIDTH, 4), torch.zeros(8, WIDTH), False),
+    ],
+)
+def test_that_the_outputs_were_summed_is_told(model, batch, is_told):
+    step = mc.TrainingStep(model, batch, optimizer=torch.optim.AdamW)
+    said = [one for one in mc.predict(step, device="24GiB").caveats if "No loss was given" in one]
+    assert len(said) == is_told
+
+
 @pytest.mark.parametrize("wrap", [lambda model: model, Wrapper])
 def test_a_mapping_that_is_one_argument_stays_one(wrap):
     batch = {"x": torch.zeros(8, WIDTH)}

@@ -12,7 +12,7 @@ import torch
 from memcallback.core.errors import PredictionError
 from memcallback.core.types import Phase
 from memcallback.step.lightning_loop import LightningLoop
-from memcallback.step.loss import Loss, wrong_with_loss
+from memcallback.step.loss import Loss, saying_if_summed, wrong_with_loss
 from memcallback.step.model import devices_of, unwrapping
 from memcallback.step.step import Step
 from memcallback.step.training_step import TrainingStep
@@ -33,6 +33,7 @@ class Training:
         marks: Marks steps and phases in the trace.
         device_type: `cuda` or `cpu`, for autocast.
         reads: A sentence for each line of code that has read a value which a trace does not know.
+        assumed: The trace's caveats.
         scaler: Scales the loss of a half-precision step; None for no scaling.
         num_updates: Updates of optimizers in manual optimization so far.
         makes_no_update: Whether manual optimization went on for long without one.
@@ -46,6 +47,7 @@ class Training:
     marks: TraceMarks
     device_type: str
     reads: Iterable[str]
+    assumed: dict[str, None]
     scaler: torch.amp.GradScaler | None = None
     num_updates: int = 0
     makes_no_update: bool = False
@@ -54,7 +56,11 @@ class Training:
         if self.step.uses_grad_scaler:
             self.scaler = torch.amp.GradScaler("cpu")
         compile_update = self.step.compile_update
-        self._parts = Parts() if compile_update is None else compiled_parts(compile_update)
+        if compile_update is None:
+            self._parts = Parts()
+            self.losses = [saying_if_summed(loss, self.assumed) for loss in self.losses]
+        else:  # PyTorch compiles the losses as they are
+            self._parts = compiled_parts(compile_update)
 
     def new_batches(self, count: int) -> list[Any]:
         """The next batches, on the device."""
