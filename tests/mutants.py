@@ -48,6 +48,7 @@ NEAREST = {
     "core/units": "core/test_units",
     "core/validation": "core/test_validation batch_size/test_advice",
     "core/visible": "core/test_visible",
+    "core/weak_list": "core/test_weak_list",
     "prediction/allocator/addresses": "prediction/test_segment_addresses",
     "prediction/allocator/at_start": "prediction/test_at_start",
     "prediction/allocator/blocks": "prediction/test_allocator prediction/test_allocator_recorded",

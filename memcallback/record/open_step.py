@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from memcallback.core.step_memory import Holdings, MemoryStats, StepMemory, meas
 from memcallback.core.tensors import tensors_in
 from memcallback.core.types import Kind, Phase
 from memcallback.core.validation import described
+from memcallback.core.weak_list import WeakList
 from memcallback.devices.meters import Meter
 from memcallback.record.sampling import Sampling
 from memcallback.step.copies.optimizers import unwrapped
@@ -60,11 +60,22 @@ class Followed:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self.models: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
+        # Weak: a program that lets a model go has its memory again.
+        self._models: WeakList[nn.Module] = WeakList()
+        self._optimizers: WeakList[Optimizer] = WeakList()
         self._hooks: list[Any] = []
-        self._beside: list[weakref.ref[Any]] = []
+        self._beside: WeakList[Any] = WeakList()
         self._infos: tuple[ModuleInfo, ...] | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that still live."""
+        return [*self._models]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still live."""
+        return [*self._optimizers]
 
     def add(self, models: Models | None, optimizers: Optimizers | None) -> None:
         """Follow more of them, each once; updates of these optimizers are counted."""
@@ -78,11 +89,11 @@ class Followed:
         )
         for model in given:
             if all(model is not known for known in self.models):
-                self.models.append(model)
+                self._models.append(model)
         self._infos = None
         for optimizer in map(unwrapped, added):
             if all(optimizer is not known for known in self.optimizers):
-                self.optimizers.append(optimizer)
+                self._optimizers.append(optimizer)
                 self._hooks.append(optimizer.register_step_post_hook(self._sampling.on_update))
         self._sampling.counts_updates = bool(self.optimizers)
 
@@ -90,13 +101,15 @@ class Followed:
         """Count modules, and tensors in containers, while they live."""
         for item in items:
             parts = [item] if isinstance(item, nn.Module) else tensors_in(item)
-            self._beside += map(weakref.ref, parts)
+            for part in parts:
+                self._beside.append(part)
 
     def release(self) -> None:
         """Follow nothing any longer."""
         for hook in self._hooks:
             hook.remove()
-        self.models, self.optimizers, self._hooks, self._beside = [], [], [], []
+        self._models, self._optimizers, self._beside = WeakList(), WeakList(), WeakList()
+        self._hooks = []
         self._sampling.counts_updates = False
 
     def open_step(
@@ -110,20 +123,20 @@ class Followed:
         num_updates_before: int,
     ) -> OpenStep:
         """Open a step; if it is sampled, with a split by category, and by module where asked."""
-        if not (is_sampled and self.models):
+        models = self.models
+        if not (is_sampled and models):
             count_holdings = timeline = None
         else:
-            beside = [item for reference in self._beside if (item := reference()) is not None]
-            counter = HoldingsCounter(self.models, self.optimizers, meter.device, beside)
+            counter = HoldingsCounter(models, self.optimizers, meter.device, [*self._beside])
             count_holdings = partial(counter.count, batch)
             if self._infos is None:
-                self._infos = module_infos(self.models)
-            timeline = ModuleTimeline(self.models, self._infos, meter) if per_module else None
+                self._infos = module_infos(models)
+            timeline = ModuleTimeline(models, self._infos, meter) if per_module else None
         return OpenStep(
             batch,
             batch_size,
             num_updates_before=num_updates_before,
-            num_rebuilt=num_rebuilt(self.models),
+            num_rebuilt=num_rebuilt(models),
             meter=meter,
             count_holdings=count_holdings,
             modules=timeline,

@@ -35,7 +35,8 @@ class MemoryRecorder(StepRecorder):
     held by model, optimizers and batch, by category, are counted on sampled steps only: those of
     the first three updates, then those of every `sample_every_n_steps`-th update (an accumulation
     window is sampled whole). On a CPU only sampled steps are recorded, the first of each new batch
-    size, and some of those that are logged (see `begin_step`).
+    size, and some of those that are logged (see `begin_step`). The recorder keeps no model and no
+    optimizer alive.
 
     Args:
         model: The model or models. The split by category needs them; on a CPU, so does every value

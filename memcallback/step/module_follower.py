@@ -145,8 +145,9 @@ class ModuleFollower:
         return tuple(self._stack)
 
     def end(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and let the models go."""
         self._is_following = False
+        self._models = ()
         remove_hooks(self._handles)
         self._handles, self._stack, self._nodes, self._current = [], [], {}, None
 

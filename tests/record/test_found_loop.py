@@ -1,3 +1,5 @@
+import gc
+import weakref
 from contextlib import closing
 
 import lightning.pytorch as pl
@@ -30,6 +32,23 @@ def test_a_model_with_an_optimizer_is_found_in_its_first_step(found, capsys):
     found.close()
     out, err = capsys.readouterr()
     assert out == ""
+    assert "memcallback: 4 steps, peak " in err
+
+
+def test_a_program_that_lets_its_model_go_has_the_memory_again(found, capsys):
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    alive = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    assert alive[0]() is None  # at once, as without a recorder
+    gc.collect()
+    assert alive[1]() is None
+    other = nn.Linear(64, 10)
+    train(other, torch.optim.AdamW(other.parameters()))
+    found.close()
+    err = capsys.readouterr().err
+    assert "memcallback │ Linear · batch 32 · AdamW" in err
     assert "memcallback: 4 steps, peak " in err
 
 

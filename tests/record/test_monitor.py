@@ -16,18 +16,23 @@ def train_step(recorder, model, batch):
 
 
 @pytest.fixture
-def recorder():
-    return mc.MemoryRecorder(nn.Linear(4, 4))
+def model():
+    return nn.Linear(4, 4)
 
 
-def test_a_batch_of_unknown_size_gives_one_warning_and_no_prediction(recorder):
+@pytest.fixture
+def recorder(model):
+    return mc.MemoryRecorder(model)
+
+
+def test_a_batch_of_unknown_size_gives_one_warning_and_no_prediction(recorder, model):
     def make_step():
         raise AssertionError("the step is not predicted")
 
     settings = MonitorSettings(owner="Loop", without_prediction="Loop(predict=False)")
     monitor = Monitor(recorder, settings, print_fn=print, folder=None, is_main=False)
     with pytest.warns(mc.MemoryWarning, match=r"cannot be inferred.*Loop\(batch_size=32\)") as all:
-        monitor.begin(make_step, model=recorder.models[0], batch={"scale": torch.tensor(1.0)})
+        monitor.begin(make_step, model=model, batch={"scale": torch.tensor(1.0)})
     assert len(all) == 1
     assert monitor.prediction is None
 
@@ -39,7 +44,7 @@ def test_settings_out_of_range_are_refused():
         MonitorSettings(owner="Loop", without_prediction="", headroom=1)
 
 
-def test_a_listener_gets_the_batch_of_the_step(recorder):
+def test_a_listener_gets_the_batch_of_the_step(recorder, model):
     batches = []
 
     class Listener:
@@ -56,7 +61,7 @@ def test_a_listener_gets_the_batch_of_the_step(recorder):
 
     recorder.listen(Listener())
     batch = torch.ones(2, 4)
-    train_step(recorder, recorder.models[0], batch)
+    train_step(recorder, model, batch)
     assert len(batches) == 1
     assert batches[0] is batch
 

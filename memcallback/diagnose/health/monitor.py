@@ -18,6 +18,7 @@ from memcallback.core.errors import warn_and_go_on
 from memcallback.core.step_memory import DeviceMemory, StepMemory
 from memcallback.core.types import Phase
 from memcallback.core.units import format_bytes
+from memcallback.core.weak_list import WeakList
 from memcallback.devices.memory import device_memory, limit_bytes
 from memcallback.diagnose.health.findings import Finding, Health, Sign
 from memcallback.diagnose.health.growth import Growth, Progress, Trend, is_leak
@@ -54,8 +55,8 @@ class HealthMonitor:
         progress: Callable[[], Progress] = Progress,
         suggestion: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._modules = list(modules)
-        self._optimizers = list(optimizers)
+        self._modules: WeakList[torch.nn.Module] = WeakList(modules)
+        self._optimizers: WeakList[torch.optim.Optimizer] = WeakList(optimizers)
         self._device = device
         self._progress = progress
         self._health = Health(headroom, suggestion=suggestion, is_expandable=_is_expandable())
@@ -100,7 +101,7 @@ class HealthMonitor:
 
     def close(self) -> None:
         """Release the models, and stop looking for leaks."""
-        self._modules, self._optimizers, self._looks = [], [], []
+        self._modules, self._optimizers, self._looks = WeakList(), WeakList(), []
         self._has_reported_leak = True
 
     def _look_on_cpu(self, step: int, batch: object) -> None:
@@ -127,7 +128,8 @@ class HealthMonitor:
             self._next_num_to_skip *= 2
 
     def _look(self, step: int, batch: object, frames: list[FrameType]) -> LiveByOwner:
-        live = live_by_owner(step, self._modules, self._optimizers, batch, self._device, frames)
+        modules, optimizers = [*self._modules], [*self._optimizers]
+        live = live_by_owner(step, modules, optimizers, batch, self._device, frames)
         self._looks = [*self._looks[1 - _NUM_LOOKS :], live]
         return live
 

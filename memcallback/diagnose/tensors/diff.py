@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
@@ -16,6 +16,7 @@ from memcallback.core.code_lines import CodeLine, is_library, line_at
 from memcallback.core.document import Document, Printable
 from memcallback.core.torch_private import storage_id
 from memcallback.core.validation import described
+from memcallback.core.weak_list import WeakList
 from memcallback.devices.local import default_device
 from memcallback.devices.memory import resident_bytes
 from memcallback.devices.meters import AllocatorMeter, MeterUnavailableError
@@ -88,11 +89,8 @@ class TensorDiff(Printable):
         ledger: bool = False,
     ) -> None:
         modules = _several("model", model, torch.nn.Module)
-        self._modules = [weakref.ref(module) for module in modules]
-        self._optimizers = [
-            weakref.ref(member)
-            for member in _several("optimizer", optimizer, torch.optim.Optimizer)
-        ]
+        self._modules = WeakList(modules)
+        self._optimizers = WeakList(_several("optimizer", optimizer, torch.optim.Optimizer))
         self._device = torch.device(device) if device is not None else default_device(modules)
         self._meter = _meter(self._device)
         self._has_ledger = ledger
@@ -136,7 +134,7 @@ class TensorDiff(Printable):
         self._mark("")
         with ExitStack() as opened:
             if self._has_ledger:
-                self._ledger = TensorLedger(self._device, _alive(self._modules))
+                self._ledger = TensorLedger(self._device, self._modules)
                 opened.enter_context(self._ledger.on())
             self._open = opened.pop_all()
         return self
@@ -193,7 +191,7 @@ class TensorDiff(Printable):
                 )
         frames = sorted(frames, key=lambda frame: is_library(frame.f_code.co_filename))
         for live, reference in live_storages(
-            _alive(self._modules), _alive(self._optimizers), None, self._device, frames=frames
+            [*self._modules], [*self._optimizers], None, self._device, frames=frames
         ):
             storage = reference()
             if storage is None:
@@ -270,10 +268,6 @@ def _several(name: str, value: Any, kind: type[_T]) -> list[_T]:
         f"{name} must be a {kind_name} or several of them, got {described(wrong)}. Leave it out to "
         "use those in variables."
     )
-
-
-def _alive(references: Iterable[Callable[[], _T | None]]) -> list[_T]:
-    return [obj for reference in references if (obj := reference()) is not None]
 
 
 def _meter(device: torch.device) -> AllocatorMeter | None:
