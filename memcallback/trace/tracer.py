@@ -60,7 +60,10 @@ _HOOKS_FAIL = (
     "What the module's hooks allocate as they bring a batch to the device is left out, because the "
     "step fails in a prediction with them: {}"
 )
-_LEAVE_IT_OUT = "Leave that code out: memcallback.TrainingStep(model, batch, loss=...)."
+_LEAVE_IT_OUT = (
+    "If the training fails there too, mend the step. If not, leave that code out: "
+    "memcallback.TrainingStep(model, batch, loss=...)."
+)
 _GIVE_LOSS = (
     "The step has no loss, so its model is called {}: give "
     "TrainingStep(model, batch, loss=lambda model, batch: ...), which calls it as your loop does."

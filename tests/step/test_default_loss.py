@@ -230,7 +230,7 @@ def test_a_loss_of_ones_own_that_fails_is_not_told_to_be_missing():
         loss=lambda model, batch: model(batch),
         optimizer=torch.optim.SGD,
     )
-    with pytest.raises(mc.PredictionError, match="Leave that code out") as told:
+    with pytest.raises(mc.PredictionError, match="leave that code out") as told:
         mc.predict(step, device="24GiB")
 
     assert "whole batch" not in str(told.value)

@@ -36,6 +36,11 @@ def scaled_dot_product_attention(
     device: DeviceSpec,
 ) -> torch.Tensor:
     """Run attention with the operators that CUDA calls below autograd."""
+    if not query.dtype is key.dtype is value.dtype:  # `validate_sdpa_input`
+        raise RuntimeError(
+            "Attention needs query, key and value of the same dtype, got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}"
+        )
     call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     backend = choose_backend(call, device)
     mask = _added_mask(attn_mask, query.dtype)

@@ -29,16 +29,12 @@ from memcallback.cuda.decompositions.registry import decomposition_of
 from memcallback.cuda.op_call import OpCall
 from memcallback.cuda.rules import corrected_result, result_without_fake
 from memcallback.devices.catalogue import DeviceSpec
-from memcallback.trace.dispatch.collectives import (
-    WAIT,
-    InFlight,
-    is_collective,
-    with_result,
-)
+from memcallback.trace.dispatch.collectives import WAIT, InFlight, is_collective, with_result
 from memcallback.trace.dispatch.gradients import Gradients
 from memcallback.trace.dispatch.in_place import InPlace
 from memcallback.trace.dispatch.kernel_writer import KernelWriter
 from memcallback.trace.dispatch.ledger import Ledger
+from memcallback.trace.dispatch.operand_types import check_operands
 from memcallback.trace.dispatch.output_cache import OutputCache
 from memcallback.trace.dispatch.placeholders import (
     SILENT,
@@ -187,6 +183,7 @@ class TraceMode(FakeTensorMode):
 
     def _decomposition(self, call: OpCall) -> Callable[..., Any] | None:
         """What runs instead of a composite operator; None for a primitive one."""
+        check_operands(call)
         if call.op is _aten._pack_padded_sequence.default:
             return self._packed(call)
         if call.operator == "aten::_ctc_loss":
