@@ -131,11 +131,16 @@ def words_of(name: str) -> tuple[str, ...]:
 
 
 def may_mean(words: set[str], name: str) -> bool:
-    """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`."""
+    """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`.
+
+    A number that is only the card's memory is no name.
+    """
     names = words_of(name)
-    if _OF_ANOTHER_CARD & set(names) - words:
+    if _OF_ANOTHER_CARD & set(names) - words or not any(
+        word in (name, _ALIASES.get(name)) for word in words for name in names
+    ):
         return False
-    return bool(words) and all(
+    return all(
         any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
         for word in words
     )

@@ -360,18 +360,19 @@ def _of_size(capacity_bytes: int, like: DeviceSpec) -> DeviceSpec:
 
 def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
-        by_words = {
-            " ".join(cards.words_of(name)): name for name in (spec.name for spec in ALL_CARDS)
-        }
-        nearest = difflib.get_close_matches(
-            " ".join(cards.words_of(text)), list(by_words), n=3, cutoff=0.4
-        )
-        similar = [by_words[words] for words in nearest] or [
-            specs[0].name for specs in _KINDS.values()
-        ][:6]
+        known = {kind.lower(): specs[0].name for kind, specs in _KINDS.items()}
+        known |= {" ".join(cards.words_of(spec.name)): spec.name for spec in ALL_CARDS}
+        # With the words that makers use, and without.
+        near = [
+            known[words]
+            for asked in (text.lower(), " ".join(cards.words_of(text)))
+            for words in difflib.get_close_matches(asked, list(known), n=3, cutoff=0.5)
+        ]
+        some = [specs[0].name for specs in _KINDS.values()][:6]
+        names = ", ".join([*dict.fromkeys(near)][:4] or some)
         return (
-            f"{text!r} is not a known card. Similar names: {', '.join(similar)}. Give one of them, "
-            "or the size of its memory, such as '24GiB'."
+            f"{text!r} is not a known card. {'Similar' if near else 'Known'} names: {names}. Give "
+            "one of them, or the size of its memory, such as '24GiB'."
         )
     return (
         f"{text!r} may mean {', '.join(similar)}. Give more of the name, or the size of its "

@@ -133,13 +133,13 @@ def test_a_card_is_itself():
     ("text", "message"),
     [
         ("rtx 9090", "'rtx 9090' is not a known card. Similar names: NVIDIA GeForce RTX 5090"),
-        ("nvidia", "'nvidia' is not a known card. Similar names: NVIDIA B200"),
-        (
-            "80",
-            "'80' may mean NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-80GB, NVIDIA A100 80GB PCIe, "
-            "NVIDIA A800-SXM4-80GB, NVIDIA A800 80GB PCIe. Give more of the name",
-        ),
-        ("", "'' is not a known card. Similar names: NVIDIA B200"),
+        ("nvidia", "'nvidia' is not a known card. Known names: NVIDIA B200"),
+        ("80", "'80' is neither a card nor a card's size: a plain number means bytes"),
+        ("16", "'16' is neither a card nor a card's size"),
+        ("RTX 40", "'RTX 40' is not a known card. Similar names: NVIDIA GeForce RTX 4090, NVIDIA "),
+        ("rtx 9999", "'rtx 9999' is not a known card. Similar names: NVIDIA GeForce RTX"),
+        ("A100 80GB H100", "'A100 80GB H100' is not a known card"),
+        ("", "'' is not a known card. Known names: NVIDIA B200"),
         ("24 gigs", "'24 gigs' is not a size. Write a number and a unit of B, KB"),
         ("24G", "'24G' is not a size. Write a number and a unit"),
         ("-1GiB", "'-1GiB' is not a size: a size cannot be negative. Give"),

@@ -15,8 +15,12 @@ _aten = torch.ops.aten
 _SAME: Mapping[Any, Sequence[int]] = {
     _aten.mm.default: (0, 1),
     _aten.addmm.default: (0, 1, 2),
+    _aten.bmm.default: (0, 1),
+    _aten.baddbmm.default: (0, 1, 2),
     _aten.addbmm.default: (0, 1, 2),
     _aten.mv.default: (0, 1),
+    _aten.addmv.default: (0, 1, 2),
+    _aten.dot.default: (0, 1),
     _aten.convolution.default: (0, 1, 2),
     _aten.index_add.default: (0, 3),
     _aten.index_add_.default: (0, 3),
