@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,7 +41,10 @@ _READER_GONE = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; exit code 1 is of a check that failed, 2 of what a user can mend."""
+    """Run the command line; exit code 1 is of a check that failed, 2 of what a user can mend.
+
+    Ctrl-C ends the process as it ends a program in C, without a traceback.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     if not words:
@@ -50,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_command(words[0])
         arguments = parser.parse_args(words)
         code: int | None = arguments.command(arguments)
-        with suppress(ValueError, AttributeError):  # closed by the program that `run` ran
-            sys.stdout.flush()
+        if words[0] != "run":  # whose program ends as Python would end it
+            with suppress(ValueError, AttributeError):  # there is no stdout
+                sys.stdout.flush()
     except UsageError as error:
         message = visible(" ".join(str(error).split()))
         if error.__cause__ is not None:
@@ -63,11 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"memcallback: error: {error}. Install it: pip install {error.name}.", file=sys.stderr
         )
         return 2
-    except BrokenPipeError:
-        # The reader, such as `head`, has read enough. Python would complain at its end otherwise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
+        _discard_output()
         return _READER_GONE
+    except OSError as error:
+        if error.filename is not None:  # a fault of ours: else what writes to stdout raises it
+            raise
+        _discard_output()
+        print(
+            f"memcallback: error: the answer cannot be written: {error.strerror}. Free some space, "
+            "or write it elsewhere.",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("memcallback: interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
     return code or 0
+
+
+def _discard_output() -> None:
+    """Have Python write nothing more to stdout at its end, where it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_command(word: str) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -522,6 +523,30 @@ def test_a_reader_that_has_enough_gets_no_traceback():
         started.stdout.close()
         assert started.stderr.read() == b""
         assert started.wait() == 141  # 1 would be a check that failed
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_an_answer_that_cannot_be_written_is_no_failed_check():
+    command = [sys.executable, "-m", "memcallback", "devices", "--json"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "memcallback: error: the answer cannot be written: No space left on device. Free some "
+        "space, or write it elsewhere.\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import signal\ndef make_step():\n    signal.raise_signal(signal.SIGINT)\n"
+    )
+    command = [sys.executable, "-m", "memcallback", "predict", "slow:make_step", "--device", "L4"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.endswith("memcallback: interrupted\n")
+    assert "Traceback" not in ended.stderr
 
 
 def test_devices_needs_no_pytorch_on_a_machine_without_a_gpu(tmp_path):

@@ -84,6 +84,8 @@ def _program(module: Sequence[str] | None, script: Sequence[str]) -> MainProgram
             raise UsageError(
                 f"{error}. Name one that python -m would run, in this folder or installed."
             ) from None
+    if script[:1] == ["--"]:
+        script = script[1:]
     if not script:
         raise UsageError(
             "run needs a script or -m and a module, such as memcallback run train.py --epochs 3."

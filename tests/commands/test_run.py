@@ -126,6 +126,12 @@ def test_a_loop_is_reported_and_its_weights_output_and_files_stay_the_same(run):
     assert err.splitlines()[-1].startswith("memcallback: 6 steps, peak ")
 
 
+def test_the_script_may_come_after_two_dashes_as_for_python(run):
+    code, out, err = run(NEVER_TRAINS, "--")
+    assert (code, out) == (0, "")
+    assert "no training step was seen" in err
+
+
 def test_memory_that_runs_out_in_the_first_step_is_explained_before_the_traceback(run):
     code, out, err = run(RUNS_OUT)
     assert (code, out) == (1, "")
