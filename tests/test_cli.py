@@ -611,11 +611,21 @@ def test_savings_of_a_module_with_only_an_example_are_predicted_on_the_example_t
 
 def test_export_writes_a_snapshot_and_says_how_to_open_it(tracing, tmp_path, capsys):
     assert main(["export", "some_steps:make_step", "-o", "step.pickle"]) == 0
-    assert "Wrote step.pickle. Open it at https://pytorch.org/memory_viz" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("Fits. Peak ")
+    assert "Wrote step.pickle. Open it at https://pytorch.org/memory_viz" in out
     assert set(pickle.loads((tmp_path / "step.pickle").read_bytes())) >= {
         "segments",
         "device_traces",
     }
+
+
+def test_export_says_where_a_step_that_does_not_fit_ends(tracing, capsys):
+    arguments = ["export", "some_steps:make_step", "--batch-size", "99999999", "-o", "big.pickle"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Does not fit. Peak ")
+    assert "Wrote big.pickle, which ends where memory ran out. Open it at" in out
 
 
 def test_report_writes_a_page_and_says_the_verdict(tracing, tmp_path, capsys):

@@ -233,7 +233,9 @@ def _run_export(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--device {prediction.device_name!r} cannot be exported: {error}"
         ) from error
+    end = "" if prediction.fits else ", which ends where memory ran out"
     print(
-        f"Wrote {arguments.output}. Open it at https://pytorch.org/memory_viz, or: "
+        f"{prediction.verdict()[0]} Wrote {arguments.output}{end}. Open it at "
+        "https://pytorch.org/memory_viz, or: "
         f"python -m torch.cuda._memory_viz trace_plot {arguments.output} -o step.html"
     )
