@@ -104,6 +104,8 @@ def _verdict(report: Report, letters: Letters) -> Line:
 
 def _phases_and_categories(report: Report, letters: Letters) -> Iterator[Line]:
     left, peak = _phase_lines(report)
+    if len(left) == 1:  # only the resident size of the whole step is known
+        return
     width = max(map(num_cells, left))
     room = WIDTH - len(INDENT) - width - len(_GAP)
     right = list(_category_lines(report, letters, room))
@@ -119,8 +121,11 @@ def _phases_and_categories(report: Report, letters: Letters) -> Iterator[Line]:
 
 
 def _phase_lines(report: Report) -> tuple[list[str], int]:
-    """The peak of each phase, and the number of the line with the largest."""
-    measured = report.measured.phases if report.measured else {}
+    """The peak of each phase, under a title; and the number of the line with the largest."""
+    phases = report.measured.phases if report.measured else {}
+    measured = {
+        phase: window for phase, window in phases.items() if window.peak_allocated_bytes is not None
+    }
     prediction = report.prediction
     # Predictions are of steady steps: a warm-up step is not set beside one.
     is_warm_up = report.measured is not None and report.measured.is_warm_up

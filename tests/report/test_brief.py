@@ -174,6 +174,15 @@ def test_a_step_with_retries_says_so():
     assert made.verdict.word == "FITS WITH RETRIES"
 
 
+def test_a_step_of_which_only_the_resident_size_is_known_has_no_table_of_phases():
+    step = as_measured(traced(16).step)
+    windows = tuple(replace(window, peak_allocated_bytes=None) for window in step.windows)
+    made = replace(report(), measured=replace(step, windows=windows), prediction=None)
+    shown = text_of(made)
+    assert "peak of" not in shown
+    assert "backward" not in shown
+
+
 def test_without_a_capacity_there_is_a_peak_and_no_share():
     line = text_of(report(device=DeviceMemory(), advice=None)).splitlines()[2]
     assert line == "  PEAK   measured peak 58.0 MiB reserved, 48.0 MiB allocated"
