@@ -48,6 +48,9 @@ def _within(
     return prediction
 
 
+_within.__qualname__ = "memory_budget"  # as Python's errors about its arguments call it
+
+
 def _problems(prediction: Prediction, budget_bytes: int) -> Iterator[str]:
     peak_bytes = prediction.peak_bytes
     if peak_bytes > budget_bytes:

@@ -33,6 +33,9 @@ def test_above(memory_budget):
 def test_does_not_fit(memory_budget):
     memory_budget(make_step(), "24GiB", device="1GiB", batch_size=500_000)
 
+def test_no_device(memory_budget):
+    memory_budget(make_step(), "10MiB")
+
 def test_no_size(memory_budget):
     memory_budget(None, "lots", device="L4")
 """
@@ -86,7 +89,12 @@ def test_a_budget_that_is_no_size_is_an_error_before_anything_is_predicted(outco
     assert "ValueError: 'lots' is not a size. Write a number and a unit" in text
 
 
+def test_an_argument_that_is_missing_is_one_of_the_fixture(outcome):
+    text = "\n".join(outcome["test_no_device"])
+    assert "TypeError: memory_budget() missing 1 required keyword-only argument: 'device'" in text
+
+
 def test_tests_that_do_not_use_it_do_not_import_torch(outcome):
     name = "test_nothing_heavy_is_imported_before_its_first_use"
     assert f"PASSED test_memory.py::{name}" in summary(outcome)
-    assert len(summary(outcome)) == 5
+    assert len(summary(outcome)) == 6
