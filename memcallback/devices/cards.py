@@ -127,20 +127,31 @@ _OF_ANOTHER_CARD = frozenset({"ti"})
 def words_of(name: str) -> tuple[str, ...]:
     """The words of a name that distinguish cards: `4090` of `GeForce RTX4090`."""
     words = re.sub(r"\brtx(?=\d)", "rtx ", name.lower())
-    return tuple(word for word in re.findall(r"[a-z0-9]+", words) if word not in _MAKERS)
+    words = re.sub(r"(?<=\d)(ti|xtx|xt)\b", r" \1", words)
+    words = re.sub(r"\b(\d+)\s*(?:g|gb|gib)\b", r"\1gb", words)
+    found = re.findall(r"[a-z0-9]+", words.replace("sxm5", "sxm"))
+    return tuple(word for word in found if word not in _MAKERS)
 
 
-def may_mean(words: set[str], name: str) -> bool:
+def may_mean(words: set[str], name: str, capacity_bytes: int) -> bool:
     """Whether every word is in the card's name; `80` also means `80gb`, `sxm` also `sxm4`.
 
-    A number that is only the card's memory is no name.
+    A number of gigabytes may also be that of the card's memory as it is sold. One word with a digit
+    is in the name as it is: a size or an architecture alone is no name.
     """
     names = words_of(name)
-    if _OF_ANOTHER_CARD & set(names) - words or not any(
-        word in (name, _ALIASES.get(name)) for word in words for name in names
-    ):
+    if _OF_ANOTHER_CARD & set(names) - words:
+        return False
+    if not any(word in names and re.search(r"\d", word) for word in words):
         return False
     return all(
         any(word in (name, name.removesuffix("gb"), _ALIASES.get(name)) for name in names)
+        or _is_sold_with(word, capacity_bytes)
         for word in words
     )
+
+
+def _is_sold_with(word: str, capacity_bytes: int) -> bool:
+    """Whether a word such as `24gb` is a card's memory: its driver shows up to 7 % less."""
+    size = re.fullmatch(r"(\d+)gb", word)
+    return size is not None and 0.93 <= capacity_bytes / (int(size[1]) << 30) <= 1.01

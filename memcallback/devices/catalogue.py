@@ -285,7 +285,7 @@ def find_device(device: str | int | Device, *, like: DeviceSpec | None = None) -
         return _of_size(size_bytes, like or _ANY)
     words = set(cards.words_of(device))
     matches = [spec for spec in ALL_CARDS if words == set(cards.words_of(spec.name))] or [
-        spec for spec in ALL_CARDS if cards.may_mean(words, spec.name)
+        spec for spec in ALL_CARDS if cards.may_mean(words, spec.name, spec.capacity_bytes)
     ]
     if not matches and size_bytes is not None:
         _large_enough(device, size_bytes)
@@ -362,11 +362,12 @@ def _unknown(text: str, similar: list[str]) -> str:
     if not similar or len(similar) > 8:
         known = {kind.lower(): specs[0].name for kind, specs in _KINDS.items()}
         known |= {" ".join(cards.words_of(spec.name)): spec.name for spec in ALL_CARDS}
-        # With the words that makers use, and without.
+        # With the words that makers use, without, and each word alone.
+        words = cards.words_of(text)
         near = [
-            known[words]
-            for asked in (text.lower(), " ".join(cards.words_of(text)))
-            for words in difflib.get_close_matches(asked, list(known), n=3, cutoff=0.5)
+            known[name]
+            for asked in (text.lower(), " ".join(words), *words)
+            for name in difflib.get_close_matches(asked, list(known), n=3, cutoff=0.5)
         ]
         some = [specs[0].name for specs in _KINDS.values()][:6]
         names = ", ".join([*dict.fromkeys(near)][:4] or some)

@@ -40,6 +40,12 @@ class _LogOnStderr(MemoryLog):
             print(text, file=sys.stderr, flush=True)
 
 
+class _FoundRecorder(MemoryRecorder):
+    """Leaves it to the program how long its model and optimizers live: it did not give them."""
+
+    _keeps_alive = False
+
+
 class FoundLoop:
     """Waits for a module that trains, records it until it is closed, and explains errors.
 
@@ -136,7 +142,7 @@ class FoundLoop:
 
     def _record(self, module: torch.nn.Module, optimizers: list[Optimizer]) -> Watch:
         self._release()
-        self._recorder = MemoryRecorder(module, optimizers)
+        self._recorder = _FoundRecorder(module, optimizers)
         self._log = _LogOnStderr(self._recorder, log_dir=self._log_dir)
         return self._recorder.watch()
 

@@ -56,25 +56,27 @@ def _is_optimizer(value: object) -> bool:
 
 
 class Followed:
-    """The models and optimizers of a training, and what is on the device beside them."""
+    """The models and optimizers of a training, and what is on the device beside them.
 
-    def __init__(self, sampling: Sampling) -> None:
+    Without `keeps_alive` only as long as they live elsewhere.
+    """
+
+    def __init__(self, sampling: Sampling, *, keeps_alive: bool = True) -> None:
         self._sampling = sampling
-        # Weak: a program that lets a model go has its memory again.
-        self._models: WeakList[nn.Module] = WeakList()
-        self._optimizers: WeakList[Optimizer] = WeakList()
+        self._models: list[nn.Module] | WeakList[nn.Module] = [] if keeps_alive else WeakList()
+        self._optimizers: list[Optimizer] | WeakList[Optimizer] = [] if keeps_alive else WeakList()
         self._hooks: list[Any] = []
         self._beside: WeakList[Any] = WeakList()
         self._infos: tuple[ModuleInfo, ...] | None = None
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that still live."""
+        """The models."""
         return [*self._models]
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that still live."""
+        """The optimizers."""
         return [*self._optimizers]
 
     def add(self, models: Models | None, optimizers: Optimizers | None) -> None:
@@ -108,8 +110,7 @@ class Followed:
         """Follow nothing any longer."""
         for hook in self._hooks:
             hook.remove()
-        self._models, self._optimizers, self._beside = WeakList(), WeakList(), WeakList()
-        self._hooks = []
+        self._models, self._optimizers, self._hooks, self._beside = [], [], [], WeakList()
         self._sampling.counts_updates = False
 
     def open_step(

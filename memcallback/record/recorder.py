@@ -35,8 +35,7 @@ class MemoryRecorder(StepRecorder):
     held by model, optimizers and batch, by category, are counted on sampled steps only: those of
     the first three updates, then those of every `sample_every_n_steps`-th update (an accumulation
     window is sampled whole). On a CPU only sampled steps are recorded, the first of each new batch
-    size, and some of those that are logged (see `begin_step`). The recorder keeps no model and no
-    optimizer alive.
+    size, and some of those that are logged (see `begin_step`).
 
     Args:
         model: The model or models. The split by category needs them; on a CPU, so does every value
@@ -83,6 +82,9 @@ class MemoryRecorder(StepRecorder):
         ['forward', 'backward', 'optimizer step']
     """
 
+    #: Whether models and optimizers live as long as the recorder, or until it is closed.
+    _keeps_alive = True
+
     def __init__(
         self,
         model: Models | None = None,
@@ -101,7 +103,7 @@ class MemoryRecorder(StepRecorder):
         )
         self._device = None if device is None else torch.device(device)
         remember_handlers()
-        followed = Followed(sampling)
+        followed = Followed(sampling, keeps_alive=self._keeps_alive)
         followed.add(model, optimizer)
         self._reset_peaks = reset_peaks
         self._use_profiler = use_profiler

@@ -177,12 +177,12 @@ class StepRecorder:
 
     @property
     def models(self) -> tuple[torch.nn.Module, ...]:
-        """The models, as long as they live elsewhere; none once the recorder is closed."""
+        """The models; none once the recorder is closed."""
         return tuple(self._followed.models)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizers that live elsewhere; none once the recorder is closed."""
+        """The optimizers; none once the recorder is closed."""
         return tuple(self._followed.optimizers)
 
     @property

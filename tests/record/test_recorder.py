@@ -53,6 +53,16 @@ def test_a_batch_is_gone_after_its_step(parts, is_dropped):
     assert gone() is None
 
 
+def test_a_container_that_only_the_recorder_has_is_recorded():
+    first, second = nn.Linear(50, 50), nn.Linear(50, 50)
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    recorder = MemoryRecorder(nn.ModuleList([first, second]), optimizer)
+    for _ in range(3):
+        train_step(recorder, lambda batch: second(first(batch)), optimizer)
+    end = recorder.steady.windows[-1].end
+    assert end.by_category[Category.PARAMETER] == 2 * (50 * 50 + 50) * 4
+
+
 @pytest.mark.parametrize("ending", ["drop_step", "close"])
 def test_an_interrupt_while_a_step_begins_leaves_nothing_on_the_model(parts, ending):
     class Interrupting(nn.Linear):
