@@ -85,7 +85,8 @@ def suggest_batch_size(
         timeout_s: As for `predict`.
 
     Returns:
-        The advice; its `leaves_out` lists what it does not include.
+        The advice; its `leaves_out` lists what it does not include. It keeps the step, which
+        `accumulate_for` predicts; `copy.copy(advice)` does not.
 
     Raises:
         PredictionError: As `predict`; also if only the step's own batch size can be traced, or

@@ -368,7 +368,7 @@ class Monitor:
         self._ranks.close()
         if self._health is not None:
             self._health.close()
-        self._history = None
+        self._history = self._on_predicted = None
         self._complete, self._progress = (lambda report: report), Progress
         self._warns = False
 

@@ -975,16 +975,17 @@ def test_no_batch_of_an_earlier_step_is_kept_alive_not_even_by_the_report(tmp_pa
 
 
 @pytest.mark.usefixtures("pictures")
-def test_after_the_fit_recorder_and_report_keep_neither_model_nor_optimizer_alive(tmp_path):
+def test_after_the_fit_the_callback_keeps_neither_trainer_nor_model_alive(tmp_path):
     callback, module = MemoryCallback(), training.Automatic()
-    training.trainer(tmp_path, [callback]).fit(module, training.loader())
-    recorder, report, model = callback.recorder, callback.report, weakref.ref(module.network)
-    # Lightning itself gives every callback the module's log method.
-    del callback, module
+    trainer = training.trainer(tmp_path, [callback])
+    trainer.fit(module, training.loader())
+    gone = [weakref.ref(one) for one in (trainer, module, module.network)]
+    del module, trainer
     gc.collect()
-    assert recorder.steps
-    assert report.measured is not None
-    assert model() is None
+    assert callback.recorder.steps
+    assert callback.report.measured is not None
+    assert callback.prediction is not None
+    assert [reference() for reference in gone] == [None, None, None]
 
 
 @pytest.mark.parametrize("num_batches_in_window", [2, 4])

@@ -1,5 +1,8 @@
 """What `Monitor` does for every callback alike, and what a recorder hands to its listeners."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +38,24 @@ def test_a_batch_of_unknown_size_gives_one_warning_and_no_prediction(recorder, m
         monitor.begin(make_step, model=model, batch={"scale": torch.tensor(1.0)})
     assert len(all) == 1
     assert monitor.prediction is None
+
+
+def test_a_monitor_that_is_closed_keeps_nothing_of_its_loop(recorder, model):
+    class Loop:
+        def on_predicted(self, prediction, more):
+            pass
+
+    loop = Loop()
+    settings = MonitorSettings(owner="Loop", without_prediction="Loop(predict=False)")
+    monitor = Monitor(recorder, settings, print_fn=print, folder=None, is_main=False)
+    step = mc.TrainingStep(model, torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
+    monitor.begin(lambda: step, model=model, on_predicted=loop.on_predicted)
+    assert monitor.prediction is not None
+    monitor.close()
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
 
 
 def test_settings_out_of_range_are_refused():

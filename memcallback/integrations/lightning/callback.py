@@ -525,7 +525,10 @@ class MemoryCallback(Callback):
         self._release()
 
     def _release(self) -> None:
-        """Remove all hooks, and flush the writers."""
+        """Remove all hooks, flush the writers, and keep nothing of the training."""
+        # Lightning gives every callback these methods of the module, in each run anew.
+        for name in ("log", "log_dict"):
+            vars(self).pop(name, None)
         self._predictor.end_watch()
         for hook in self._hooks:
             hook.remove()
