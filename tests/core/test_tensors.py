@@ -16,6 +16,7 @@ from memcallback.core.tensors import (
     is_wrapper,
     jagged_like,
     known_values,
+    lay,
     own_bytes,
     parts_of,
     resized_lengths,
@@ -26,6 +27,7 @@ from memcallback.core.tensors import (
     torch_version,
     walk,
 )
+from memcallback.core.torch_private import storage_id
 
 
 class Slotted:
@@ -256,6 +258,14 @@ def test_a_nested_fake_of_other_lengths_knows_its_longest_and_shortest_if_the_fi
     assert dense_parts(made)[0].shape == (9, 3)
     known = {name: tensor.shape[0] for name, tensor in made._metadata_cache.items()}
     assert known == ({"max_seqlen": 8, "min_seqlen": 1} if knows_extremes else {})
+
+
+def test_a_fake_is_laid_in_the_storage_of_another_one():
+    mode = FakeTensorMode()
+    first, second = (mode.from_tensor(torch.zeros(size)) for size in (4, 2))
+    lay(second, first.untyped_storage(), 1, (2,))
+    assert storage_id(second.untyped_storage()) == storage_id(first.untyped_storage())
+    assert (second.storage_offset(), second.stride(), second.shape) == (1, (2,), (2,))
 
 
 def test_the_version_of_pytorch_is_two_numbers():
