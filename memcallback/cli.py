@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return _READER_GONE
     except OSError as error:
-        if error.filename is not None:  # a fault of ours: else what writes to stdout raises it
+        # What writes to stdout names no file; the program of `run` ends as with Python.
+        if error.filename is not None or words[0] == "run":
             raise
         _discard_output()
         print(
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     except KeyboardInterrupt:
+        if words[0] == "run":
+            raise
         print("memcallback: interrupted", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)

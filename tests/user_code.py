@@ -1676,6 +1676,7 @@ def run(make_step, device, at_boundary, num_windows=2):
         marks=marks,
         device_type=device,
         reads=(),
+        assumed={},
     )
     for _ in range(num_windows):
         run_window(training)
