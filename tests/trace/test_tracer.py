@@ -280,7 +280,7 @@ def test_a_step_is_predicted_the_same_inside_of_the_callers_autocast():
     def loss(model, x):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             out = model(x)
-        return (out @ x.T).float().sum()
+        return (out @ x.T.to(out.dtype)).float().sum()
 
     def predict():
         step = mc.TrainingStep(model, torch.zeros(16, 64), loss=loss, optimizer=torch.optim.AdamW)
@@ -470,7 +470,7 @@ def test_what_cannot_be_traced_gives_one_error_that_names_place_and_way_out():
     text = str(caught.value)
     assert text.count("\n") == 0
     # PyTorch 2.6 detaches by another operator, with a longer name.
-    assert len(text) - len(re.search(r"aten::\w+", text)[0]) < 390
+    assert len(text) - len(re.search(r"aten::\w+", text)[0]) < 450
     assert "which have shapes and no values" in caught.value.__notes__[0]
 
 
@@ -488,7 +488,7 @@ def test_an_operator_of_another_phase_is_not_what_failed():
     with pytest.raises(
         PredictionError,
         match=r"^The step could not be traced, in the forward, in module '0', "
-        r"at tests/trace/test_tracer\.py:\d+ in forward: KeyError: 'later'\. Leave",
+        r"at tests/trace/test_tracer\.py:\d+ in forward: KeyError: 'later'\. If the training fails",
     ):
         on_card(nn.Sequential(FailsLater(32, 10)), vectors())
 
