@@ -16,8 +16,7 @@ from memcallback.core.validation import cannot_take, described, kind_of, name_of
 
 #: A function of the model and the batch that returns the loss.
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
+#: The caveat of a step without a loss whose model returns none either.
 _SUM = (
     "No loss was given and the model returns none, so the sum of its outputs was taken. Your own "
     "may need more memory: cross-entropy over a large vocabulary keeps several tensors of the "

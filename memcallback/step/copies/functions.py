@@ -172,7 +172,7 @@ def is_writable(value: object) -> bool:
 def attributes_with_own_containers(obj: object) -> dict[str, Any]:
     """An object's attributes with copies of containers, and of those in them; the rest is shared.
 
-    A container that stands in several places, or in itself, does so in the copies.
+    Each container is copied once: two attributes that share one share its copy.
     """
     copies: dict[int, Any] = {}
     unread: list[Any] = []
